@@ -78,7 +78,7 @@ class Lease:
             "program": _PROGRAM,
             "session": secrets.token_hex(8),
         }
-        self._held: _Lock | _Claim | None = None
+        self._lease: _Lock | _Claim | None = None
         self._changing = threading.RLock()  # saves, removals and the end of a run are threads
         self._settled_at = 0.0
 
@@ -94,7 +94,7 @@ class Lease:
         """
         with self._changing:
             try:
-                if self._held is not None and self._held.is_valid():
+                if self._lease is not None and self._lease.is_valid():
                     return False
                 self.give_back()
                 kind = _Lock if self._location.is_local else _Claim
@@ -103,7 +103,7 @@ class Lease:
                     self._settled_at = time.monotonic() + _SETTLES_S
             except Failed as error:
                 raise errors.writing_failed(error, str(self._location)) from error
-            self._held = lease
+            self._lease = lease
             return True
 
     @property
@@ -120,18 +120,18 @@ class Lease:
         """
         with self._changing:
             try:
-                if self._held is not None:
-                    self._held.check()
+                if self._lease is not None:
+                    self._lease.check()
             except Failed as error:
                 raise errors.writing_failed(error, str(self._location)) from error
 
     def give_back(self) -> None:
         """Releases the lease, so that another job can take it."""
         with self._changing:
-            if self._held is not None:
+            if self._lease is not None:
                 with suppress(Exception):  # the next job waits until it expires
-                    self._held.release()
-                self._held = None
+                    self._lease.release()
+                self._lease = None
 
     @staticmethod
     def was_taken(location: Location) -> bool:

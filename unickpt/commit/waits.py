@@ -74,7 +74,7 @@ class Waits:
         self._notes, self._timeout_s = attempt.notes, attempt.timeout_s
         self._process, self._count, self._group = group.index, group.count, group
         self._least_s = max(_FIRST_S, group.count / _LOOKS_PER_S)
-        self._told, self._told_at = b"", time.monotonic()
+        self._note_data, self._note_at = b"", time.monotonic()
 
     @cached_property
     def _records(self) -> KvStore:  # most saves need none
@@ -190,10 +190,10 @@ class Waits:
         """
         note_data = progress_reports.reading(self._records, _LATE, _BYTES)()
         now = time.monotonic()
-        if note_data != self._told:
-            self._told, self._told_at = note_data, now
+        if note_data != self._note_data:
+            self._note_data, self._note_at = note_data, now
         late_note = _late(note_data)
-        if late_note is None or now - self._told_at > late_note[1] + self._least_s:
+        if late_note is None or now - self._note_at > late_note[1] + self._least_s:
             return self._coordinator()
         return late_note[0]
 

@@ -42,7 +42,7 @@ def nothing_at(location: Location, open_reader: Callable[[Location], object]) ->
         folders = [listed for listed in folders if _opens(listed, open_reader)]
         if folders:
             return f"{said}: it contains checkpoints but is not one itself {_of(location, folders)}"
-        return f"{said}: {_above(location) if not names else _held(names)}"
+        return f"{said}: {_above(location) if not names else _names_text(names)}"
     except CheckpointNotFound:  # there is no such folder
         return f"{said}: {_above(location)}"
     except (SeveralCheckpoints, StorageError) as error:
@@ -72,7 +72,7 @@ def _opens(listed: Listed, open_reader: Callable[[Location], object]) -> bool:
         return False
 
 
-def _held(names: Sequence[str]) -> str:
+def _names_text(names: Sequence[str]) -> str:
     """What a folder holds that has no checkpoint in it."""
     if names == ["processes"]:
         return (

@@ -35,7 +35,7 @@ class Cleaning:
         )
         self._metrics: dict[int, Mapping[str, float]] = {}
         self._left: dict[tuple[StepFolder, int], Sequence[str]] = {}  # attempts of removed steps
-        self._told: set[tuple[StepFolder, int]] = set()
+        self._reported: set[tuple[StepFolder, int]] = set()
         self._is_rated = False
         self._newest: int | None = None  # the step that was saved last
         self.own: set[str] = set()
@@ -143,9 +143,9 @@ class Cleaning:
 
     def _tell(self, folder: StepFolder, step: int, error: Exception) -> None:
         """Says once that a step cannot be removed."""
-        if (folder, step) not in self._told:
+        if (folder, step) not in self._reported:
             _log.warning("cleaning up: %s; tried again after each save", error)
-        self._told.add((folder, step))
+        self._reported.add((folder, step))
 
     def _remove_retired(self, folder: StepFolder) -> None:
         """Removes what is left of retired steps that no step needs any more; those of earlier jobs

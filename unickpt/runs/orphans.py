@@ -251,7 +251,7 @@ def _orphan(
     parts = [f for files in attempts.values() for f in files]
     files = [f for f in parts if f.name and f.name[-1] != "/"]
     if any(f.nbytes is None for f in files):
-        nbytes, age_s = _told_by_names(
+        nbytes, age_s = _size_by_names(
             f for attempt_files in attempts.values() for f in attempt_files
         )
     else:
@@ -260,7 +260,7 @@ def _orphan(
     return Orphan(name, kind, len(files), nbytes, age_s, paths)
 
 
-def _told_by_names(files: Iterable[StoredFile]) -> tuple[int, float | None]:
+def _size_by_names(files: Iterable[StoredFile]) -> tuple[int, float | None]:
     """The bytes of attempts and their age, where the storage does not say: by the names of their
     objects. The age is unknown if a process has none yet."""
     times, nbytes, processes, dated_processes = [], 0, set[str](), set[str]()

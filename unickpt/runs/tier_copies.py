@@ -272,7 +272,7 @@ def copy_version(
     try:
         reader, base_files = _opened(origin, version), None
         if reader is not None and base is not None and not reader.index.bases:
-            base_files = _held(root, reader, base)
+            base_files = _open_base_files(root, reader, base)
         sent = VersionCopy(origin, version, reader, destination, options.working_bytes)
         manifest, bases = sent.run(base_files, check_held=options.reuse == "compare")
         borrowers.mark(destination, bases, paths.context())
@@ -303,7 +303,7 @@ def copy_version(
     return True
 
 
-def _held(root: StepFolder, reader: OcdbtReader, step: int) -> HeldFiles | None:
+def _open_base_files(root: StepFolder, reader: OcdbtReader, step: int) -> HeldFiles | None:
     """What a step of the root, or the one it borrows from, has of the files of a checkpoint."""
     try:
         linked = held_files.linked_chunks(reader)
