@@ -25,7 +25,7 @@ class HostMemoryPool:
 
     def __init__(self) -> None:
         self._changed = threading.Condition(threading.RLock())
-        self._reserved = 0
+        self._held = 0
         self._node_bytes: int | None = None
         self._pools: dict[object, HostBuffers] = {}
 
@@ -40,13 +40,13 @@ class HostMemoryPool:
     def room(self, budget_bytes: int) -> int:
         """How many bytes fit into the budget now."""
         with self._changed:
-            return max(0, budget_bytes - self._reserved)
+            return max(0, budget_bytes - self._held)
 
     def reserve(self, nbytes: int, budget_bytes: int) -> bool:
         """Reserves `nbytes` if they fit into the budget, or if nothing else is held."""
         with self._changed:
-            fits = not self._reserved or self._reserved + nbytes <= budget_bytes
-            self._reserved += nbytes if fits else 0
+            fits = not self._held or self._held + nbytes <= budget_bytes
+            self._held += nbytes if fits else 0
             return fits
 
     def wait_and_reserve(
@@ -65,7 +65,7 @@ class HostMemoryPool:
 
     def unreserve(self, nbytes: int) -> None:
         with self._changed:
-            self._reserved -= nbytes
+            self._held -= nbytes
             self._changed.notify_all()
 
     def wake(self) -> None:
