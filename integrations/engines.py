@@ -20,7 +20,7 @@ class EngineTree(SavedOnly):
 
     Arguments:
         engine: the engine.
-        rest: returns what else is saved; its names must not be those of an engine's state.
+        extra_state: returns what else is saved; its names must not be those of an engine's state.
         exclude_frozen_parameters: whether to leave out parameters that are not trained.
     """
 

@@ -247,7 +247,7 @@ class _Restored:
     """Puts values together again.
 
     Arguments:
-        made: the leaves, by name.
+        leaves: by name.
         types: as stored.
         where: for errors.
     """

@@ -240,7 +240,7 @@ class _Body:
     Arguments:
         stored: the bytes.
         packed: whether they are a zstd stream.
-        at: what they are, for messages.
+        name: what they are, for messages.
         budget: for what is unpacked.
     """
 
