@@ -12,7 +12,11 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 TOPS = ("unickpt", "adapters", "backends", "integrations", "plugins")
 SAY_NOTHING = set(
-    ["found", "of", "at", "known", "asked", "there", "each", "one", "own", "others", "rest", "held", "kept", "taken", "told", "wanted", "given", "to", "here", "by", "some"]
+    re.findall(
+        r"\w+",
+        "found of at known asked there each one own others rest held kept taken told wanted given "
+        "to here by some",
+    )
 )
 MOST_BINDINGS = 134
 """Of such names; lower it when there are fewer."""
