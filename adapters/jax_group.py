@@ -51,7 +51,7 @@ def group_of(given: Any) -> Group | None:
     devices = list(given.flat if isinstance(given, np.ndarray) else given)
     if not devices or not all(isinstance(device, jax.Device) for device in devices):
         return None
-    part = _Part(devices)
+    part = _GroupPart(devices)
     if jax.process_index() not in part.members.positions:
         raise ValueError(
             f"process {jax.process_index()} has none of the {len(devices)} devices, which are of "
@@ -65,7 +65,7 @@ def group_of(given: Any) -> Group | None:
     return JaxGroup(part=part)
 
 
-class _Part:
+class _GroupPart:
     """Some devices, and their processes.
 
     Arguments:
@@ -107,7 +107,7 @@ class JaxGroup(BoundedGroup):
         part: devices whose processes these are; None for all.
     """
 
-    def __init__(self, timeout_s: float = _A_DAY_S, part: _Part | None = None) -> None:
+    def __init__(self, timeout_s: float = _A_DAY_S, part: _GroupPart | None = None) -> None:
         self.index, self.count = jax.process_index(), jax.process_count()
         if part is not None:
             self.index, self.count = part.members.positions[self.index], len(part.devices)
@@ -205,7 +205,7 @@ class JaxGroup(BoundedGroup):
         times = self._agree(-(-max(*sent, *received) // extent), LOAD)
         starts, ends = ([0, *itertools.accumulate(sizes)] for sizes in (sent, received))
         output = np.empty(sum(received), np.uint8)
-        devices = (self._part or _Part(jax.devices())).devices
+        devices = (self._part or _GroupPart(jax.devices())).devices
         for begin in range(0, times * extent, extent):
             slices = np.zeros((1, self.count, extent), np.uint8)
             for process, n in enumerate(sent):

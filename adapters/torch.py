@@ -26,8 +26,8 @@ from unickpt.adapters.torch_cuda import (
 from unickpt.adapters.torch_distributed import (
     TO_NUMPY,
     LocalShard,
-    Part,
     PlacedTensor,
+    TensorPart,
     is_dtensor,
     shard_of,
     shard_saving,
@@ -89,7 +89,7 @@ def source(leaf: Any, group: Group) -> ArraySource:
     if shard is None:
         tensor_memory = _TensorMemory(_memory(leaf))
         tensor, shape = tensor_memory.tensor, tensor_memory.shape
-        changed = None if type(leaf) is Part else _changed(tensor)
+        changed = None if type(leaf) is TensorPart else _changed(tensor)
         memory = _facts(tensor_memory, (0,) * len(shape), changed)
         sample = None if tensor_memory.on_host else sampler(tensor, (0,) * len(shape))
         dtype, read = TO_NUMPY[tensor.dtype], _reader(tensor_memory, (0,) * len(shape))
@@ -138,7 +138,7 @@ def _plain_local(leaf: Any) -> tuple[torch.Tensor, Hashable]:
     Raises:
         TypeError: it is none, or its part is not a plain tensor.
     """
-    if type(leaf) is Part:
+    if type(leaf) is TensorPart:
         return leaf, (leaf.whole, leaf.shard)
     if not is_dtensor(leaf) or type(leaf._local_tensor) not in _PLAIN:
         raise TypeError(f"a {type(leaf).__name__} is described by `source` only")
@@ -201,7 +201,7 @@ def kept(leaves: Sequence[Any]) -> list[Read]:
 
 def _local_part(leaf: Any) -> torch.Tensor:
     """This rank's part of a tensor for which there are `facts`."""
-    if type(leaf) is Part:
+    if type(leaf) is TensorPart:
         return _memory(leaf)
     local: torch.Tensor = leaf if type(leaf) in _PLAIN else leaf._local_tensor
     return local
@@ -475,12 +475,12 @@ def _memory(leaf: torch.Tensor) -> torch.Tensor:
 
 def _shape(leaf: Any) -> tuple[int, ...]:
     """The shape of the global array."""
-    return leaf.whole if type(leaf) is Part else tuple(leaf.shape)
+    return leaf.whole if type(leaf) is TensorPart else tuple(leaf.shape)
 
 
 def _local(leaf: Any, shard: LocalShard) -> torch.Tensor:
     """The memory of this rank's part of a distributed tensor."""
-    if type(leaf) is Part:
+    if type(leaf) is TensorPart:
         return _memory(leaf)
     with torch.no_grad():
         local = leaf.to_local()

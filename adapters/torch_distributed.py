@@ -316,7 +316,7 @@ def with_parts(leaf: Any) -> bool:
     return not (local.is_nested or hasattr(local, "trigger_wait"))
 
 
-class Part(torch.Tensor):
+class TensorPart(torch.Tensor):
     """Memory of a tensor that another one consists of; changes do not count in its version.
 
     Attributes:
@@ -338,9 +338,9 @@ class Part(torch.Tensor):
         whole: tuple[int, ...] | None = None,
         shard: LocalShard | None = None,
         kind: str = "cpu",
-    ) -> Part:
+    ) -> TensorPart:
         """A tensor's memory as such a part."""
-        part: Part = tensor.detach().as_subclass(cls)
+        part: TensorPart = tensor.detach().as_subclass(cls)
         part.whole, part.shard = tuple(tensor.shape) if whole is None else whole, shard
         part.kind = kind
         return part
@@ -354,7 +354,7 @@ class PlacedTensor:
         local: what this rank has.
         shape: of the global array.
         shard: what this rank holds of that; None if all.
-        kind: as of `Part`.
+        kind: as of `TensorPart`.
     """
 
     local: torch.Tensor
@@ -384,7 +384,7 @@ def shard_of(leaf: Any) -> LocalShard | None:
     """
     if is_dtensor(leaf):
         return local_shard_of(leaf)
-    return leaf.shard if type(leaf) is Part else None
+    return leaf.shard if type(leaf) is TensorPart else None
 
 
 def shard_saving(leaf: Any, group: Group) -> LocalShard | None:

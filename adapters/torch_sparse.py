@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from unickpt.adapters.torch_distributed import Part
+from unickpt.adapters.torch_distributed import TensorPart
 from unickpt.adapters.torch_subclasses import check_context
 from unickpt.errors import LoadMismatch
 from unickpt.trees.tree import Expansion, Node, component, join
@@ -59,7 +59,7 @@ def expand_sparse(obj: torch.Tensor, name: str, stored: Mapping[str, Any] | None
             node, lambda key: requested.get(key, value(key)), name, f"the {layout} tensor"
         )
 
-    children = (*map(Part.wrap, parts.values()), context)
+    children = (*map(TensorPart.wrap, parts.values()), context)
     return Expansion("object", (*parts, "context"), children, rebuild, layout, check)
 
 

@@ -18,8 +18,8 @@ import torch.distributed as dist
 
 from unickpt.adapters.torch_distributed import (
     LocalShard,
-    Part,
     PlacedTensor,
+    TensorPart,
     is_dtensor,
     local_shard_of,
     with_parts,
@@ -153,14 +153,14 @@ def _keys(attributes: list[str], name: str, kind: str) -> tuple[str, ...]:
 def _alone(parts: Mapping[str, torch.Tensor]) -> dict[str, Any]:
     """Parts of a tensor that is not distributed."""
     return {
-        attribute: part if with_parts(part) or is_dtensor(part) else Part.wrap(part)
+        attribute: part if with_parts(part) or is_dtensor(part) else TensorPart.wrap(part)
         for attribute, part in parts.items()
     }
 
 
 def _plain_part(part: Any) -> torch.Tensor:
     """A part as it is filled."""
-    plain: torch.Tensor = part.as_subclass(torch.Tensor) if type(part) is Part else part
+    plain: torch.Tensor = part.as_subclass(torch.Tensor) if type(part) is TensorPart else part
     return plain
 
 
@@ -289,7 +289,7 @@ def _spread(
 
 def _placed(
     part: torch.Tensor, tensor: PlacedTensor, follows: Mapping[int, _Follows | None], name: str
-) -> Part | PlacedTensor:
+) -> TensorPart | PlacedTensor:
     """A part with its place in the whole.
 
     Arguments:
@@ -329,7 +329,7 @@ def _placed(
     place = LocalShard(layout, box, layout.replicas(coordinates))
     if with_parts(part):
         return PlacedTensor(part, tuple(whole), place, tensor.kind)
-    return Part.wrap(part, tuple(whole), place, tensor.kind)
+    return TensorPart.wrap(part, tuple(whole), place, tensor.kind)
 
 
 def _ratio_text(ratio: Fraction) -> str:

@@ -130,7 +130,7 @@ from unickpt.frameworks.process_group import (
 )
 from unickpt.frameworks.process_group import alone as group_of_one
 from unickpt.frameworks.protocol import Adapter, ArraySource, Fragment
-from unickpt.frameworks.sections import Encoded as EncodedValue
+from unickpt.frameworks.sections import EncodedValue
 from unickpt.frameworks.sections import Joined as JoinedParts
 from unickpt.loading.views import (
     StoredView,

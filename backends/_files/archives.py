@@ -37,7 +37,7 @@ class InArchive(Exception):
 
 
 @dataclass(frozen=True)
-class Part:
+class ArchivePart:
     """The bytes of a file in an archive.
 
     Arguments:
@@ -48,14 +48,14 @@ class Part:
     size: int
     read_into: Callable[[int, memoryview], None]
 
-    def range(self, begin: int, size: int) -> Part:
+    def range(self, begin: int, size: int) -> ArchivePart:
         """Some of the bytes, which follow each other."""
-        return Part(size, lambda offset, out: self.read_into(begin + offset, out))
+        return ArchivePart(size, lambda offset, out: self.read_into(begin + offset, out))
 
 
-def whole_file(files: Files, name: str) -> Part:
+def whole_file(files: Files, name: str) -> ArchivePart:
     """All bytes of a file of a checkpoint."""
-    return Part(size_of(files, name), lambda offset, out: files.read_into(name, offset, out))
+    return ArchivePart(size_of(files, name), lambda offset, out: files.read_into(name, offset, out))
 
 
 class Inflated:
@@ -67,18 +67,18 @@ class Inflated:
         where: for errors.
     """
 
-    def __init__(self, source: Part, format: int, where: str) -> None:
+    def __init__(self, source: ArchivePart, format: int, where: str) -> None:
         self._source, self._format, self._where = source, format, where
         self._lock, self._spacing = Lock(), _SPACING
         # Decompressors, with how many bytes each has made of how many.
         self._states: list[_State] = [(0, 0, zlib.decompressobj(format))]
         self._last = self._states[0]  # where the last reader stopped: others resume from there
 
-    def all(self) -> Part:
+    def all(self) -> ArchivePart:
         """All bytes, which are counted."""
         state = self._nearest(1 << 62)
         made = [made for (made, *_), _ in self._run(state, 1 << 62)]
-        return Part(max(made, default=state[0]), self.read_into)
+        return ArchivePart(max(made, default=state[0]), self.read_into)
 
     def head(self, most: int) -> bytes:
         """The first bytes."""
@@ -141,7 +141,7 @@ class MemberFiles(Files):
         members: by their paths.
     """
 
-    def __init__(self, archive: Files, members: Mapping[str, Part]) -> None:
+    def __init__(self, archive: Files, members: Mapping[str, ArchivePart]) -> None:
         super().__init__(archive.location)
         self._archive, self._members = archive, members
 
@@ -189,32 +189,32 @@ class MemberFiles(Files):
         size = self.size(file)
         return self.read(file, max(0, size - most), min(most, size))
 
-    def _part(self, file: str) -> Part:
+    def _part(self, file: str) -> ArchivePart:
         if file not in self._members:
             raise Damaged(f"no file {file} in the archive", errno.ENOENT)
         return self._members[file]
 
 
-def zipped(archive: ZipFile) -> dict[str, Part]:
+def zipped(archive: ZipFile) -> dict[str, ArchivePart]:
     """The files of a zip file; without those that are compressed by another method than deflate."""
     whole = whole_file(archive.files, archive.name)
     return {
-        name: Part(member.size, _Member(archive, member, whole).read_into)
+        name: ArchivePart(member.size, _ArchiveMember(archive, member, whole).read_into)
         for name, member in archive.members.items()
         if not name.endswith("/") and member.method in (STORED, DEFLATED)
     }
 
 
 @dataclass(frozen=True)
-class _Member:
+class _ArchiveMember:
     """A member of a zip file, whose header is checked when it is read."""
 
     archive: ZipFile
     member: Member
-    whole: Part
+    whole: ArchivePart
 
     @cached_property
-    def _part(self) -> Part | Inflated:
+    def _part(self) -> ArchivePart | Inflated:
         begin = self.archive.offset(self.member)
         compressed = self.whole.range(begin, self.member.compressed)
         where = f"{self.archive.name}: {self.member.name}"
@@ -224,7 +224,7 @@ class _Member:
         self._part.read_into(offset, out)
 
 
-def tarred(whole: Part, damaged: Any) -> dict[str, Part] | None:
+def tarred(whole: ArchivePart, damaged: Any) -> dict[str, ArchivePart] | None:
     """The regular files of a tar file; None if they are too many for a checkpoint.
 
     Arguments:
@@ -234,7 +234,7 @@ def tarred(whole: Part, damaged: Any) -> dict[str, Part] | None:
     Raises:
         CheckpointCorrupt: it is damaged.
     """
-    parts, last, stream = dict[str, Part](), -1, _Stream(whole)
+    parts, last, stream = dict[str, ArchivePart](), -1, _Stream(whole)
     try:
         with tarfile.TarFile(fileobj=stream, mode="r") as archive:
             for count, member in enumerate(iter(archive.next, None)):
@@ -257,7 +257,7 @@ def tarred(whole: Part, damaged: Any) -> dict[str, Part] | None:
 class _Stream(io.RawIOBase):
     """A part of an archive as Python's tarfile reads it, which takes short reads for its end."""
 
-    def __init__(self, part: Part) -> None:
+    def __init__(self, part: ArchivePart) -> None:
         self._part, self._at = part, 0
 
     def seek(self, offset: int, whence: int = 0) -> int:

@@ -12,7 +12,7 @@ T = TypeVar("T")
 _MOST_INDEX = 100_000_000
 
 
-class _Index(msgspec.Struct):
+class _WeightIndex(msgspec.Struct):
     weight_map: dict[str, str]
 
 
@@ -44,7 +44,7 @@ def weight_map(files: Files, index: str, suffixes: tuple[str, ...]) -> dict[str,
         CheckpointCorrupt: it is damaged.
         Failed: the storage failed.
     """
-    names = decoded(files, index, _Index, _MOST_INDEX).weight_map
+    names = decoded(files, index, _WeightIndex, _MOST_INDEX).weight_map
     for file in names.values():
         if "/" in file or not file.endswith(suffixes):
             raise files.damaged(f"{index} names the file {quoted(file)}")

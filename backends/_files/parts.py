@@ -21,7 +21,7 @@ from unickpt.extend import (
 
 
 @dataclass(frozen=True)
-class Part:
+class FilePart:
     """Some leaves of a checkpoint, under names of their own.
 
     Arguments:
@@ -35,7 +35,7 @@ class Part:
     stored: Mapping[str, str]
 
     @classmethod
-    def of(cls, whole: Index, node: Node | Leaf) -> Part:
+    def of(cls, whole: Index, node: Node | Leaf) -> FilePart:
         """The part with a structure.
 
         Arguments:

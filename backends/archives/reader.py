@@ -13,7 +13,7 @@ from itertools import groupby
 from typing import Any, cast
 
 from unickpt.backends._files import archives, loose_files
-from unickpt.backends._files.archives import InArchive, Inflated, MemberFiles, Part
+from unickpt.backends._files.archives import ArchivePart, InArchive, Inflated, MemberFiles
 from unickpt.backends._files.loose_files import FoundFiles, open_kind
 from unickpt.backends._files.torch_files import TorchFilesReader
 from unickpt.backends._files.torch_pickles import TorchFile
@@ -84,7 +84,7 @@ def _open(files: Files, name: str) -> Reader | None:
     return _inside(inner, name)
 
 
-def _members(files: Files, name: str) -> Mapping[str, Part] | None:
+def _members(files: Files, name: str) -> Mapping[str, ArchivePart] | None:
     """The files in an archive; None if it is of another kind."""
     head = files.head(name)
     if head[:2] == b"PK":

@@ -158,7 +158,7 @@ class ChunkFinder:
                 ranges = [(blob.offset, head)]
                 if blob.length > _EDGE:
                     ranges.append((end - _EDGE, files.read(blob.file, end - _EDGE, _EDGE)))
-                return _in_zip(facts.dtype, chunk, Known(files, ranges))
+                return _in_zip(facts.dtype, chunk, ChunkFacts(files, ranges))
             header = read_header(files, blob.file, blob.offset)
             self._headers[blob.file, blob.offset] = header
         return _in_safetensors(name, facts, chunk, header)
@@ -215,7 +215,7 @@ def _recorded_start(header: SafetensorsHeader, name: str) -> Any:
 # --- files of which some bytes are in memory ------------------------------------------------------
 
 
-class Known(Files):
+class ChunkFacts(Files):
     """Files of which some bytes are in memory already.
 
     Arguments:

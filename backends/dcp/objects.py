@@ -11,7 +11,7 @@ from unickpt.backends._files.pickle_objects import BadPickle, unread
 from unickpt.backends._files.torch_pickles import TorchFile
 from unickpt.backends._files.torch_tensors import Tensor
 from unickpt.backends._files.torch_trees import PlainTree
-from unickpt.backends.dcp.chunks import Compressed, Known, MemoryFile, decompressed
+from unickpt.backends.dcp.chunks import ChunkFacts, Compressed, MemoryFile, decompressed
 from unickpt.backends.dcp.metadata import Blob
 from unickpt.errors import CheckpointCorrupt, UnsupportedFormat
 from unickpt.extend import (
@@ -105,7 +105,7 @@ def _read_sweep(files: Files, sweep: Sequence[tuple[str, Blob]]) -> dict[str, An
     where = f"{files.location}: {quoted(sweep[0][0])}"
     with reading(where):
         data = files.read(first.file, first.offset, last.offset + last.length - first.offset)
-        sweep_files = Known(files, [(first.offset, data)])
+        sweep_files = ChunkFacts(files, [(first.offset, data)])
         return {name: _read_object(sweep_files, name, blob) for name, blob in sweep}
 
 

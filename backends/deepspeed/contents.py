@@ -8,7 +8,7 @@ from typing import Any
 from unickpt.backends._files.torch_trees import PlainTree
 from unickpt.backends.deepspeed import consistency, partitions, universal, unsharded, weights
 from unickpt.backends.deepspeed.folder import DeepSpeedFolder
-from unickpt.backends.deepspeed.ranks import Named, Ranks
+from unickpt.backends.deepspeed.ranks import EngineRanks, Named
 from unickpt.backends.deepspeed.sources import MergedArray, Parameter, whole, widened
 from unickpt.backends.deepspeed.states import (
     StateFile,
@@ -57,7 +57,7 @@ class Contents:
         consistency.check(folder, self._models, self._optimizers)
         infos = (model.info for of_rank in self._models for model in of_rank)
         degree = consistency.tensor_parallelism(folder, self._models)
-        self._ranks = Ranks(where, degree, next(filter(None, infos), {}), hints)
+        self._ranks = EngineRanks(where, degree, next(filter(None, infos), {}), hints)
         self.files_of: dict[int, StateFile] = {}
         """The file of each tensor of plain states, by its identity as an object."""
         self.root: dict[str, Any] = {}

@@ -133,7 +133,7 @@ def frozen(models: Sequence[ModelFileState]) -> dict[str, TensorSource]:
 
 
 @dataclass(frozen=True)
-class _Members:
+class _PartitionMembers:
     """Ranks that share a group of parameters.
 
     Arguments:
@@ -230,10 +230,10 @@ def _names(optimizers: Iterable[OptimizerState]) -> str:
 
 def _members(
     model: ModelFileState, ranks: int, partitions: int, data_before_experts: bool
-) -> list[_Members]:
+) -> list[_PartitionMembers]:
     """The sets of ranks that share a group: all, or those with the same experts."""
     if partitions == ranks:
-        return [_Members(range(ranks))]
+        return [_PartitionMembers(range(ranks))]
     if partitions > ranks or ranks % partitions:
         raise model.file.files.incomplete(
             f"the optimizer files say that {partitions} ranks share a group of parameters, and "
@@ -241,7 +241,10 @@ def _members(
         )
     degree = ranks // partitions
     expert_by_rank = [r // partitions if data_before_experts else r % degree for r in range(ranks)]
-    return [_Members([r for r in range(ranks) if expert_by_rank[r] == e], e) for e in range(degree)]
+    return [
+        _PartitionMembers([r for r in range(ranks) if expert_by_rank[r] == e], e)
+        for e in range(degree)
+    ]
 
 
 def local_experts(names: Iterable[str]) -> dict[str, int]:
@@ -254,7 +257,9 @@ def local_experts(names: Iterable[str]) -> dict[str, int]:
     return {layer: len(experts) for layer, experts in numbers.items()}
 
 
-def _global(model: ModelFileState, name: str, members: _Members, numbers: Mapping[str, int]) -> str:
+def _global(
+    model: ModelFileState, name: str, members: _PartitionMembers, numbers: Mapping[str, int]
+) -> str:
     """The name of an expert's parameter with the number of the expert among all ranks'."""
     match = EXPERT.fullmatch(name)
     if match is None or int(match[2]) >= numbers[match[1]]:

@@ -29,7 +29,7 @@ class Named(NamedTuple):
     array: MergedArray
 
 
-class Ranks:
+class EngineRanks:
     """Puts together what model-parallel ranks hold; rank = stage * degree + tensor-parallel rank.
 
     Arguments:

@@ -575,13 +575,13 @@ class ShardsReader(Reader):
         return self._files.total(self._shards)
 
 
-class _Index(msgspec.Struct):
+class _DatasetIndex(msgspec.Struct):
     weight_map: dict[str, list[str]]
 
 
 def _groups(files: Files, index: str) -> Mapping[str, Sequence[str]]:
     """The files of each group, by its path."""
-    weight_map = decoded(files, index, _Index, _MOST_INDEX).weight_map
+    weight_map = decoded(files, index, _DatasetIndex, _MOST_INDEX).weight_map
     groups = {name.strip("/"): shards for name, shards in weight_map.items()}
     for name in {name for shards in groups.values() for name in shards}:
         if "/" in name or index_of(name) != index:

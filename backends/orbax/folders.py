@@ -37,7 +37,7 @@ _SHOWN = 8  # steps, in a message
 
 
 @dataclass(frozen=True)
-class Found:
+class CheckpointFolder:
     """A checkpoint.
 
     Arguments:
@@ -53,14 +53,14 @@ class Found:
     lacks: str = ""
 
 
-def find(files: Files, context: ts.Context) -> Found | None:
+def find(files: Files, context: ts.Context) -> CheckpointFolder | None:
     """What is in a folder."""
     _check_name(files)
     file_names = set(files.here)
     about = _about(files) if _CHECKPOINT in file_names else {}
     if items.is_item(files):
         item = items.read_item(files, context)
-        return Found(item.tree, {**_custom(about), **item.custom}, _created(about))
+        return CheckpointFolder(item.tree, {**_custom(about), **item.custom}, _created(about))
     below = items.folders(files)
     if any(_TEMPORARY in name for name in below) and file_names & set(_MARKS):
         raise _not_committed(files)
@@ -187,7 +187,7 @@ def _created(about: Mapping[str, Any]) -> str:
 
 def _composite(
     files: Files, about: Mapping[str, Any], names: list[str], context: ts.Context
-) -> Found:
+) -> CheckpointFolder:
     """A checkpoint that consists of items."""
     if len(names) > _MOST_ITEMS:
         raise files.unsupported(f"{len(names)} folders are too many items")
@@ -224,7 +224,7 @@ def _composite(
     content: Any = {name: item.tree for name, item in items_by_name.items()}
     if not lacks and (list(content) == [_UNNAMED] or _is_unnamed_v1(files, about, content)):
         (content,) = content.values()
-    return Found(content, metadata, _created(about), lacks)
+    return CheckpointFolder(content, metadata, _created(about), lacks)
 
 
 def _is_json_v1(handler: Any) -> bool:
@@ -241,11 +241,13 @@ def _is_unnamed_v1(files: Files, about: Mapping[str, Any], items: Mapping[str, A
     return _INDICATOR in files.here or ".v1." in str(handlers.get(next(iter(items))))
 
 
-def _lonely(files: Files, about: Mapping[str, Any], handler: str, context: ts.Context) -> Found:
+def _lonely(
+    files: Files, about: Mapping[str, Any], handler: str, context: ts.Context
+) -> CheckpointFolder:
     """A checkpoint that is one item, not of arrays."""
     if handler.endswith(_OF_ARRAYS):
         raise files.incomplete(f"{ITEM} is missing, which lists the arrays")
     content = items.any_item(files, context).tree
     if isinstance(content, dict):
         content = {key: value for key, value in content.items() if key not in _MARKS}
-    return Found(content, _custom(about), _created(about))
+    return CheckpointFolder(content, _custom(about), _created(about))

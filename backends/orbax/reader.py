@@ -10,7 +10,7 @@ import tensorstore as ts
 
 from unickpt.backends.orbax import folders, metadata, zarr
 from unickpt.backends.orbax.aggregate import Inline
-from unickpt.backends.orbax.folders import Found
+from unickpt.backends.orbax.folders import CheckpointFolder
 from unickpt.backends.orbax.items import Located
 from unickpt.backends.orbax.metadata import NamedTuple
 from unickpt.backends.orbax.zarr import ZarrArray
@@ -78,7 +78,7 @@ class OrbaxReader(Reader):
     format, version = "orbax", ""
     most_per_byte = 1 << 10  # chunks may be compressed, or left out
 
-    def __init__(self, files: Files, contents: Found, context: ts.Context) -> None:
+    def __init__(self, files: Files, contents: CheckpointFolder, context: ts.Context) -> None:
         self.location, self._files, self._context = files.location, files, context
         self.lacks = contents.lacks
         try:

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 from unickpt.backends._files import training_states
 from unickpt.backends._files.flat_names import cannot_hold
-from unickpt.backends._files.parts import Part, together
+from unickpt.backends._files.parts import FilePart, together
 from unickpt.errors import UnsupportedLeaf
 from unickpt.extend import (
     Index,
@@ -46,11 +46,11 @@ class AccelerateWriter:
         models = children_by_key(root.get("models", Leaf("", None)))
         for number, node in models.items():
             name = _numbered_name("model.safetensors", number)
-            parts[name] = Part.of(index, node).plan(
+            parts[name] = FilePart.of(index, node).plan(
                 make_writer("safetensors", {}), most_bytes, name
             )
         for name, node in _torch_files(index, root):
-            parts[name] = Part.of(index, node).plan(make_writer("torch", {}), most_bytes, name)
+            parts[name] = FilePart.of(index, node).plan(make_writer("torch", {}), most_bytes, name)
         for name, plan in parts.items():
             parts[name] = replace(plan, files=tuple(map(training_states.without_last, plan.files)))
         return together(parts, [*_positions(every), *_random_states(every)])

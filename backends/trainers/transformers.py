@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 from unickpt.backends._files import training_states
 from unickpt.backends._files.flat_names import cannot_hold
-from unickpt.backends._files.parts import Part, together
+from unickpt.backends._files.parts import FilePart, together
 from unickpt.errors import UnsupportedLeaf
 from unickpt.extend import Index, OfEachProcess, Plan, PlannedFile, Writer, make_writer, text_file
 
@@ -52,14 +52,14 @@ class TrainerWriter:
             raise cannot_hold("trainer", sorted(strange), "drop it by a rule")
         if _MODEL not in root:
             raise UnsupportedLeaf("'model' is missing: the Trainer cannot go on without weights")
-        parts = {"": Part.of(index, root[_MODEL]).plan(self._weights(), most_bytes)}
+        parts = {"": FilePart.of(index, root[_MODEL]).plan(self._weights(), most_bytes)}
         files: dict[str, training_states.Tree] = {
             name: root[key] for key, name in _FILES.items() if key in root
         }
         if _OPTIMIZER in root:
             files["optimizer.pt"] = training_states.numbered(index, root[_OPTIMIZER], _OPTIMIZER)
         for name, node in files.items():
-            plan = Part.of(index, node).plan(make_writer("torch", {}), most_bytes, name)
+            plan = FilePart.of(index, node).plan(make_writer("torch", {}), most_bytes, name)
             parts[name] = replace(plan, files=tuple(map(training_states.without_last, plan.files)))
         more = [*_generators(index), text_file("trainer_state.json", text, last=True)]
         return together(parts, more)

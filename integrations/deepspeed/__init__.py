@@ -35,7 +35,7 @@ from unickpt.integrations.deepspeed import values
 from unickpt.integrations.deepspeed.held import EngineParts
 from unickpt.integrations.deepspeed.latest import LATEST, LatestFile, latest
 from unickpt.integrations.deepspeed.loading import EngineLoad, Wanted
-from unickpt.integrations.deepspeed.placing import Grid, Placing
+from unickpt.integrations.deepspeed.placing import Placing, RankGrid
 from unickpt.integrations.deepspeed.state import EngineArrays
 from unickpt.integrations.destination import Destination
 from unickpt.integrations.packing import packed, unpacked
@@ -263,7 +263,7 @@ class EngineCheckpoints:
         parts = EngineParts.from_engine(self.engine)
         if self._placing is None or (info and info != self._placing.info):
             placing_info = getattr(self.engine.module, _INFO, None) or info
-            self._placing = Placing(Grid.from_engine(self.engine), placing_info, self._hints)
+            self._placing = Placing(RankGrid.from_engine(self.engine), placing_info, self._hints)
         return EngineArrays(parts, self._placing)
 
     # --- loading ---------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ PIPE_REPLICATED = "ds_pipe_replicated"
 
 
 @dataclass(frozen=True)
-class Range:
+class ElementRange:
     """Elements of a parameter, in row-major order, that a tensor of this process has.
 
     Arguments:
@@ -55,7 +55,7 @@ class Updated:
     masters: torch.Tensor
     state: dict[str, Any]
     group: int
-    ranges: Mapping[Parameter, Range]
+    ranges: Mapping[Parameter, ElementRange]
 
     def slots(self) -> dict[str, torch.Tensor]:
         """The optimizer's slots that have an element for each of the masters'.
@@ -188,11 +188,11 @@ def weights_of(param: Parameter) -> torch.Tensor:
     return weights
 
 
-def part_of(param: Parameter) -> Range:
+def part_of(param: Parameter) -> ElementRange:
     """The elements of a parameter that ZeRO 3 gives this process."""
     size, count = int(param.partition_numel()), int(param.ds_numel)
     start = min(count, dist.get_rank(param.ds_process_group) * size)
-    return Range(start, 0, max(0, min(size, count - start)))
+    return ElementRange(start, 0, max(0, min(size, count - start)))
 
 
 def shape_of(param: Parameter) -> tuple[int, ...]:
@@ -210,7 +210,7 @@ def _stage3(optimizer: Any) -> Iterator[Updated]:
         masters, ranges, offset = optimizer.fp32_partitioned_groups_flat[number], {}, 0
         for param in params:
             part = part_of(param)
-            ranges[param] = Range(part.start, offset, part.count)
+            ranges[param] = ElementRange(part.start, offset, part.count)
             offset += int(param.partition_numel())
         group = optimizer.sub_group_to_group_id[number]
         yield Updated(masters, _state(base, masters), group, ranges)
@@ -223,10 +223,10 @@ def _linked(base: Any, flats: Sequence[Any], groups: Sequence[Any]) -> Iterator[
         for param in params:
             link = param._hp_mapping
             if link is None:
-                ranges[param] = Range(0, 0, 0)
+                ranges[param] = ElementRange(0, 0, 0)
                 continue
             low, high = link.lp_fragment_address, link.hp_fragment_address
-            ranges[param] = Range(int(low.start), int(high.start), int(low.numel))
+            ranges[param] = ElementRange(int(low.start), int(high.start), int(low.numel))
         yield Updated(masters, _state(base, masters), number, ranges)
 
 
@@ -235,7 +235,7 @@ def _flat(base: Any, flats: Sequence[Any], groups: Sequence[Any]) -> Iterator[Up
     for number, (masters, params) in enumerate(zip(flats, groups, strict=True)):
         ranges, offset = {}, 0
         for param in params:
-            ranges[param] = Range(0, offset, param.numel())
+            ranges[param] = ElementRange(0, offset, param.numel())
             offset += param.numel()
         yield Updated(masters, _state(base, masters), number, ranges)
 
@@ -245,7 +245,7 @@ def _per_parameter(base: Any, groups: Any) -> Iterator[Updated]:
     for number, (masters, params) in enumerate(groups):
         for master, param in zip(masters, params, strict=True):
             if param.requires_grad:
-                ranges = {param: Range(0, 0, param.numel())}
+                ranges = {param: ElementRange(0, 0, param.numel())}
                 yield Updated(master, _state(base, master), number, ranges)
 
 

@@ -16,14 +16,14 @@ import torch.distributed as dist
 
 from unickpt.errors import HintError, UnsupportedLeaf
 from unickpt.extend import Box, flat_range_to_boxes, format_named, row_major
-from unickpt.integrations.deepspeed.held import PIPE_REPLICATED, Parameter, Range, shape_of
+from unickpt.integrations.deepspeed.held import PIPE_REPLICATED, ElementRange, Parameter, shape_of
 
 Shapes = tuple[tuple[int, ...], ...]
 _WHOLE_ROWS_FROM = 1 << 20  # bytes: smaller weights are written by one of the ranks that have them
 
 
 @dataclass(frozen=True)
-class Grid:
+class RankGrid:
     """The ranks of an engine.
 
     Arguments:
@@ -41,7 +41,7 @@ class Grid:
     tp_group: Any
 
     @classmethod
-    def from_engine(cls, engine: Any) -> Grid:
+    def from_engine(cls, engine: Any) -> RankGrid:
         """Finds them.
 
         Raises:
@@ -77,7 +77,7 @@ class Grid:
 
 
 @dataclass(frozen=True)
-class RankPiece:
+class LiveRankPiece:
     """A box of a parameter, and where one rank has it; those of the format's rules are as this.
 
     Arguments:
@@ -96,7 +96,7 @@ class RankPiece:
 
 
 @dataclass(frozen=True)
-class Place:
+class ParameterPlace:
     """Where a parameter of this rank is in an array.
 
     Arguments:
@@ -110,11 +110,11 @@ class Place:
     name: str
     shape: tuple[int, ...]
     local: tuple[int, ...]
-    pieces: Sequence[RankPiece]
-    own: Sequence[RankPiece]
+    pieces: Sequence[LiveRankPiece]
+    own: Sequence[LiveRankPiece]
 
     def fragments(
-        self, local_parts: Iterable[tuple[Box, torch.Tensor]], pieces: Sequence[RankPiece]
+        self, local_parts: Iterable[tuple[Box, torch.Tensor]], pieces: Sequence[LiveRankPiece]
     ) -> list[tuple[Box, torch.Tensor]]:
         """Boxes of the array with their data.
 
@@ -138,7 +138,7 @@ class Place:
                 fragments.append((Box(tuple(start), tuple(stop)), data[inside] if inside else data))
         return fragments
 
-    def _local_box(self, piece: RankPiece) -> Box:
+    def _local_box(self, piece: LiveRankPiece) -> Box:
         """The box of what this rank has that a piece of the array is."""
         start, remainder = [], piece.first
         for step in row_major(self.local):
@@ -158,7 +158,7 @@ class Placing:
         hints: what the user says instead of some of it.
     """
 
-    grid: Grid
+    grid: RankGrid
     info: Mapping[str, Any]
     hints: Mapping[str, Any]
     _rules: Any = None  # of the format of DeepSpeed: how tensor-parallel ranks share parameters
@@ -195,7 +195,7 @@ class Placing:
                 )
             self._shapes[name] = tuple(shapes[name] for shapes in every)
 
-    def place(self, name: str, param: Parameter) -> Place:
+    def place(self, name: str, param: Parameter) -> ParameterPlace:
         """Where a parameter is.
 
         Raises:
@@ -204,11 +204,13 @@ class Placing:
         local = shape_of(param)
         is_owner = not getattr(param, PIPE_REPLICATED, False)
         if self._rules is None:
-            piece = [RankPiece(Box.whole(local), self.grid.tp, 0, row_major(local))]
-            return Place(name, local, local, piece, piece if is_owner else ())
+            piece = [LiveRankPiece(Box.whole(local), self.grid.tp, 0, row_major(local))]
+            return ParameterPlace(name, local, local, piece, piece if is_owner else ())
         if not self._rules.known:  # nobody knows how to put the parts together
-            piece = [RankPiece(Box.whole(local), self.grid.tp, 0, row_major(local))]
-            return Place(f"{name}@{self.grid.tp}", local, local, piece, piece if is_owner else ())
+            piece = [LiveRankPiece(Box.whole(local), self.grid.tp, 0, row_major(local))]
+            return ParameterPlace(
+                f"{name}@{self.grid.tp}", local, local, piece, piece if is_owner else ()
+            )
         try:
             plan = self._rules.plan(name, self._shapes[name])
             pieces = self._rules.held(name, self._shapes[name], self.grid.tp)
@@ -216,7 +218,7 @@ class Placing:
         except ValueError as error:
             raise UnsupportedLeaf(f"{name!r}: universal_checkpoint_info: {error}") from error
         mine = [piece for piece in plan.pieces if piece.rank == self.grid.tp]
-        return Place(name, plan.shape, local, pieces, mine if is_owner else ())
+        return ParameterPlace(name, plan.shape, local, pieces, mine if is_owner else ())
 
     def shared(self, params: Mapping[str, Parameter]) -> dict[str, list[Box]]:
         """Which part of each parameter's weights this data-parallel rank saves, of those that all
@@ -237,7 +239,9 @@ class Placing:
         return shares
 
 
-def of_range(shape: tuple[int, ...], part: Range, data: torch.Tensor) -> list[tuple[Box, Any]]:
+def of_range(
+    shape: tuple[int, ...], part: ElementRange, data: torch.Tensor
+) -> list[tuple[Box, Any]]:
     """The boxes of a range of a parameter, with their data.
 
     Arguments:
@@ -252,7 +256,7 @@ def of_range(shape: tuple[int, ...], part: Range, data: torch.Tensor) -> list[tu
     return boxes
 
 
-def _check(plan: Any, pieces: Sequence[RankPiece], local: tuple[int, ...]) -> None:
+def _check(plan: Any, pieces: Sequence[LiveRankPiece], local: tuple[int, ...]) -> None:
     if plan.mean:
         raise ValueError(
             "it is the mean of the ranks' (parameter_to_average_patterns), which a save without "

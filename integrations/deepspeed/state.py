@@ -18,14 +18,14 @@ from unickpt.errors import UnsupportedLeaf
 from unickpt.extend import Box, first_few
 from unickpt.integrations.deepspeed.held import (
     PIPE_REPLICATED,
+    ElementRange,
     EngineParts,
     Parameter,
-    Range,
     Updated,
     part_of,
     weights_of,
 )
-from unickpt.integrations.deepspeed.placing import Place, Placing, of_range
+from unickpt.integrations.deepspeed.placing import ParameterPlace, Placing, of_range
 from unickpt.types import LocalFragments
 
 MODULE, FP32 = "module", "fp32"
@@ -181,7 +181,7 @@ class EngineArrays:
             leaves[place.name] = _leaf(place, boxes, place.own, tensor.dtype)
 
     def _local_boxes(
-        self, tensor: torch.Tensor, part: Range, place: Place
+        self, tensor: torch.Tensor, part: ElementRange, place: ParameterPlace
     ) -> list[tuple[Box, Any]]:
         if tensor.shape == place.local:
             return [(Box.whole(place.local), tensor.detach())] if tensor.numel() else []
@@ -250,7 +250,7 @@ def _is_partitioned(param: Parameter) -> bool:
     return hasattr(param, "ds_tensor")
 
 
-def _whole(tensor: torch.Tensor, part: Range, shape: tuple[int, ...]) -> torch.Tensor:
+def _whole(tensor: torch.Tensor, part: ElementRange, shape: tuple[int, ...]) -> torch.Tensor:
     """A whole parameter's part of a tensor, in its shape."""
     if tensor.shape == shape:
         return tensor.detach()
@@ -258,7 +258,7 @@ def _whole(tensor: torch.Tensor, part: Range, shape: tuple[int, ...]) -> torch.T
 
 
 def _leaf(
-    place: Place,
+    place: ParameterPlace,
     boxes: Iterable[tuple[Box, torch.Tensor]],
     pieces: Sequence[Any],
     dtype: torch.dtype,

@@ -67,7 +67,7 @@ class SaveDestination:
 
 
 @dataclass
-class _Save:
+class _PendingStep:
     """A save in flight.
 
     Arguments:
@@ -141,7 +141,7 @@ class Saves:
     def __init__(self) -> None:
         self._queue = SaveQueue()
         self._lock = threading.RLock()  # a signal handler of Lightning may save
-        self._saves: list[_Save] = []
+        self._saves: list[_PendingStep] = []
         self._every.add(self)
 
     @classmethod
@@ -184,7 +184,7 @@ class Saves:
         Raises:
             UnickptError: as `unickpt.save_async`; also the error of an earlier save.
         """
-        save = _Save(destination, rank, ranks)
+        save = _PendingStep(destination, rank, ranks)
         callbacks = SaveCallbacks(
             prepare=save.prepare,
             committed=lambda: self._committed(save, options),
@@ -222,12 +222,12 @@ class Saves:
         self.wait()
         self._queue.errors.raise_first()
 
-    def _unfinished(self) -> list[_Save]:
+    def _unfinished(self) -> list[_PendingStep]:
         return [save for save in self._saves if not save.over]
 
     # --- on the thread that saves -------------------------------------------------------------
 
-    def _committed(self, save: _Save, options: SaveOptions) -> None:
+    def _committed(self, save: _PendingStep, options: SaveOptions) -> None:
         try:
             save.reveal(options.timeout_s, options.fsync)
         except (OSError, UnickptError) as error:
@@ -240,11 +240,11 @@ class Saves:
             except UnickptError as error:
                 self._queue.errors.add(f"the removal of {path}", error)
 
-    def _failed(self, save: _Save) -> None:
+    def _failed(self, save: _PendingStep) -> None:
         for path in self._close(save):
             _log.warning("%s is kept: the save after it failed", path)
 
-    def _close(self, save: _Save) -> list[str]:
+    def _close(self, save: _PendingStep) -> list[str]:
         with self._lock:
             save.over, paths, save.to_remove = True, save.to_remove, []
         return paths

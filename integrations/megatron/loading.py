@@ -31,7 +31,7 @@ from unickpt.extend import (
 )
 from unickpt.integrations.megatron import common, objects
 from unickpt.integrations.megatron.optimizers import Buckets, is_bucket, is_geometry
-from unickpt.integrations.megatron.pieces import Piece, pieces_of
+from unickpt.integrations.megatron.pieces import TensorPiece, pieces_of
 from unickpt.integrations.megatron.saving import BACKEND, VERSION, fragments, place
 from unickpt.integrations.megatron.stored import StoredItems
 
@@ -94,7 +94,7 @@ class LoadStrategy(megatron_torch.TorchDistLoadShardedStrategy):
             if dist.get_rank() == 0:
                 common.check(folder, stored)
             items = StoredItems(stored, folder)
-            request = _Request(sharded_state_dict, items, self._buckets)
+            request = _ShardRequest(sharded_state_dict, items, self._buckets)
             results[:] = [request.filled(self._cast, self._unpickle, self.options)]
 
         # No rank goes on while another fails: it would wait for it elsewhere.
@@ -159,7 +159,7 @@ def _check_version(folder: str) -> None:
         )
 
 
-class _Request:
+class _ShardRequest:
     """What a sharded state dict asks for.
 
     Arguments:
@@ -180,7 +180,7 @@ class _Request:
     def filled(self, cast: bool, unpickle: bool, options: LoadOptions) -> Any:
         """The state dict, with what was loaded."""
         like: dict[str, Any] = {}
-        copies: list[tuple[Piece, Piece]] = []
+        copies: list[tuple[TensorPiece, TensorPiece]] = []
         for key, pieces in self._pieces().items():
             first = {piece.box: piece for piece in reversed(pieces)}
             copies += [(p, first[p.box]) for p in pieces if p is not first[p.box]]
@@ -211,9 +211,9 @@ class _Request:
             value for value in nested_values(self._sharded_state_dict) if isinstance(value, kind)
         )
 
-    def _pieces(self) -> dict[str, list[Piece]]:
+    def _pieces(self) -> dict[str, list[TensorPiece]]:
         """The boxes of this rank, by key."""
-        pieces_by_key: dict[str, list[Piece]] = {}
+        pieces_by_key: dict[str, list[TensorPiece]] = {}
         for value in self._values(ShardedTensor):
             if value.data is None:
                 value.init_data("cpu")
@@ -227,7 +227,7 @@ class _Request:
                 pieces_by_key.setdefault(piece.key, []).append(piece)
         return pieces_by_key
 
-    def _within_stored(self, piece: Piece) -> list[Piece]:
+    def _within_stored(self, piece: TensorPiece) -> list[TensorPiece]:
         """What of a piece of an array of another size is stored; its other elements become 0."""
         node = self._items.find(piece.key)
         entry = self._index.arrays.get(node.name) if isinstance(node, Leaf) else None

@@ -19,8 +19,8 @@ from megatron.core.dist_checkpointing.utils import (
 from unickpt.errors import UnsupportedLeaf
 from unickpt.extend import row_major
 from unickpt.integrations.megatron.pieces import (
-    Piece,
     Strided,
+    TensorPiece,
     flat_pieces,
     is_main,
     plain_tensor,
@@ -127,7 +127,7 @@ class Buckets:
         self._in_model: dict[int, Any] | None = None
         self._slots: dict[tuple[int, int, int], dict[int, _Held]] | None = None
 
-    def pieces(self, sharded: Any) -> list[tuple[Piece, bool]]:
+    def pieces(self, sharded: Any) -> list[tuple[TensorPiece, bool]]:
         """The boxes of the parameters' state in one `ShardedTensor` of a bucket; none of padding.
 
         Returns:

@@ -16,7 +16,7 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 @dataclass(frozen=True)
-class Piece:
+class TensorPiece:
     """A box of a global array.
 
     Arguments:
@@ -37,7 +37,7 @@ def is_main(replica_id: Any) -> bool:
     return replica_id == 0 if isinstance(replica_id, int) else all(part == 0 for part in replica_id)
 
 
-def pieces_of(sharded: Any) -> list[Piece]:
+def pieces_of(sharded: Any) -> list[TensorPiece]:
     """The boxes of a `ShardedTensor`: one, or several if it has a `flattened_range`.
 
     Raises:
@@ -66,7 +66,7 @@ class Strided:
 
 def flat_pieces(
     sharded: Any, data: torch.Tensor, part: tuple[int, int], where: Strided
-) -> list[Piece]:
+) -> list[TensorPiece]:
     """The boxes of a `ShardedTensor` of which only some elements are held.
 
     Arguments:
@@ -166,7 +166,9 @@ def _is_ordered(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
     return True
 
 
-def _piece(sharded: Any, data: torch.Tensor, start: Sequence[int], stop: Sequence[int]) -> Piece:
+def _piece(
+    sharded: Any, data: torch.Tensor, start: Sequence[int], stop: Sequence[int]
+) -> TensorPiece:
     """A box of the tensor of a `ShardedTensor`, in the global array.
 
     Arguments:
@@ -179,7 +181,7 @@ def _piece(sharded: Any, data: torch.Tensor, start: Sequence[int], stop: Sequenc
     stacked = tuple(offset[:extra])
     box = Box((*stacked, *low), (*(i + 1 for i in stacked), *high))
     shape = tuple(int(n) for n in sharded.global_shape)
-    return Piece(sharded.key, shape, box, data[(None,) * extra] if extra else data)
+    return TensorPiece(sharded.key, shape, box, data[(None,) * extra] if extra else data)
 
 
 def plain_tensor(data: Any, key: str) -> torch.Tensor:

@@ -20,7 +20,7 @@ from unickpt.extend import SaveCallbacks, SavedOnly, SaveQueue, SaveRequest, fen
 from unickpt.integrations.destination import Destination, torch_files
 from unickpt.integrations.megatron import common, optimizers
 from unickpt.integrations.megatron.objects import stored_form
-from unickpt.integrations.megatron.pieces import Piece, is_main, pieces_of
+from unickpt.integrations.megatron.pieces import TensorPiece, is_main, pieces_of
 from unickpt.integrations.megatron.waiting import Wait
 from unickpt.types import LocalFragments, PendingSave, SaveReport
 
@@ -105,14 +105,14 @@ class SaveStrategy(megatron_torch.TorchDistSaveShardedStrategy):  # as Megatron 
     def _finish(self, pending: PendingSave) -> None:
         self.report = pending.result()
 
-    def _prepared(self, state: dict[str, Any], folder: str) -> tuple[Destination, _State]:
+    def _prepared(self, state: dict[str, Any], folder: str) -> tuple[Destination, _ShardedState]:
         """Where to save, and what."""
         sharded_objects = (x for x in nested_values(state) if isinstance(x, ShardedObject))
         common_objects = [x for x in sharded_objects if x.key == common.COMMON_KEY]
         first = dist.get_rank() == 0
         if first and common_objects:
             common.write(folder, common_objects[0].data)
-        tree = _State(state, folder, self._buckets, first)
+        tree = _ShardedState(state, folder, self._buckets, first)
         return Destination.at_path(folder, torch_files, _KEPT), tree
 
     def _owners(self, state: dict[str, Any]) -> set[Hashable] | None:
@@ -125,7 +125,7 @@ class SaveStrategy(megatron_torch.TorchDistSaveShardedStrategy):  # as Megatron 
         return {x.untyped_storage()._cdata for x in tensors_of_steps if isinstance(x, torch.Tensor)}
 
 
-class _State(SavedOnly):
+class _ShardedState(SavedOnly):
     """What to save, as a tree; made within the save, so that it fails on all ranks if it fails on
     one.
 
@@ -154,7 +154,7 @@ class _State(SavedOnly):
 
     def _tree(self) -> dict[str, Any]:
         tree: dict[str, Any] = {}
-        pieces_by_key: dict[str, list[Piece]] = {}
+        pieces_by_key: dict[str, list[TensorPiece]] = {}
         for value in nested_values(self._sharded_state_dict):
             if isinstance(value, ShardedObject):
                 if _is_saved(value):
@@ -174,7 +174,7 @@ class _State(SavedOnly):
             tree[key] = value
         return tree
 
-    def _pieces(self, value: ShardedTensor) -> list[Piece]:
+    def _pieces(self, value: ShardedTensor) -> list[TensorPiece]:
         """What this rank saves of a `ShardedTensor`."""
         if optimizers.is_bucket(value.key):
             return [piece for piece, saved in self._buckets.pieces(value) if saved]
@@ -197,7 +197,7 @@ def place(root: dict[str, Any], key: str, value: Any) -> None:
         raise UnsupportedLeaf(f"{key!r} occurs twice, or lies below a value; rename one")
 
 
-def fragments(key: str, pieces: Sequence[Piece]) -> LocalFragments:
+def fragments(key: str, pieces: Sequence[TensorPiece]) -> LocalFragments:
     """What this rank holds of an array.
 
     Raises:

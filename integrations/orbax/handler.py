@@ -17,7 +17,7 @@ from unickpt import LoadOptions, Rules, SaveOptions
 from unickpt.extend import SaveCallbacks, SaveRequest, save_in_background
 from unickpt.integrations.destination import Destination
 from unickpt.integrations.orbax.placement import described_placement
-from unickpt.integrations.orbax.restoring import METADATA, StoredTree
+from unickpt.integrations.orbax.restoring import METADATA, OrbaxTree
 from unickpt.types import PendingSave
 
 MARKER = "UNICKPT.txt"
@@ -78,7 +78,7 @@ class Handler(ocp.handlers.AsyncCheckpointHandler):
     ) -> list[Future[None]]:
         """Stages a tree, and saves it in the background once Orbax has created the directory."""
         created = ocp.future.CommitFutureAwaitingContractedSignals(
-            _Nothing(), name=f"unickpt waits for {os.fspath(directory)}"
+            _NoValue(), name=f"unickpt waits for {os.fspath(directory)}"
         )
         pending = self._begin(directory, args or Save(item, save_args), created.result)
         return [as_future(pending)]
@@ -112,12 +112,12 @@ class Handler(ocp.handlers.AsyncCheckpointHandler):
     def close(self) -> None:
         """Does nothing: no resources outlive a call."""
 
-    def _stored(self, directory: Any) -> StoredTree:
+    def _stored(self, directory: Any) -> OrbaxTree:
         checkpoint = unickpt.open(os.fspath(directory))
-        return StoredTree(checkpoint, self._rules, self._load_options, self._metadata_options)
+        return OrbaxTree(checkpoint, self._rules, self._load_options, self._metadata_options)
 
 
-class _Nothing:
+class _NoValue:
     """An awaitable that is done; unlike a coroutine, it may also never be awaited."""
 
     def __await__(self) -> Iterator[None]:

@@ -45,7 +45,7 @@ class ArrayElsewhere:
     sharding: None = None
 
 
-class StoredTree:
+class OrbaxTree:
     """One tree in a checkpoint, of unickpt or of Orbax.
 
     Arguments:
@@ -201,7 +201,7 @@ class _Targets:
         args: of the restore.
     """
 
-    def __init__(self, stored: StoredTree, restore_args: Mapping[str, Any], args: Any) -> None:
+    def __init__(self, stored: OrbaxTree, restore_args: Mapping[str, Any], args: Any) -> None:
         self._stored, self._restore_args = stored, restore_args
         self._fallback = getattr(args, "fallback_sharding", None)
         self._keeps_layout = getattr(args, "support_layout", False)

@@ -20,7 +20,7 @@ import unickpt
 from unickpt import LoadOptions, Rules, SaveOptions
 from unickpt.errors import SaveTimeout
 from unickpt.integrations.orbax.handler import as_future, begin_save, cast, write_marker
-from unickpt.integrations.orbax.restoring import ArrayElsewhere, StoredTree
+from unickpt.integrations.orbax.restoring import ArrayElsewhere, OrbaxTree
 
 TREE_MARKER = "_METADATA"
 """The file by which Orbax's version 1 knows the folder of a tree."""
@@ -90,10 +90,10 @@ class TreeHandler:
         handleable: bool | None = self._orbax.is_abstract_handleable(abstract_checkpointable)
         return handleable
 
-    def _stored(self, directory: Any) -> StoredTree:
+    def _stored(self, directory: Any) -> OrbaxTree:
         checkpoint = unickpt.open(os.fspath(directory))
         metadata_options = get_context().pytree_options.saving.pytree_metadata_options
-        return StoredTree(checkpoint, self.rules, self.load_options, metadata_options)
+        return OrbaxTree(checkpoint, self.rules, self.load_options, metadata_options)
 
 
 def v1_registry(
@@ -135,7 +135,7 @@ def v1_registry(
     return result
 
 
-def _metadata(stored: StoredTree, name: str) -> Any:
+def _metadata(stored: OrbaxTree, name: str) -> Any:
     """What Orbax's metadata have for a stored leaf."""
     leaf = stored.leaf(name)
     if isinstance(leaf, str):

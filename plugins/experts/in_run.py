@@ -50,7 +50,7 @@ class PartialSaves(RunFeature):
     ) -> None:
         self._keys, self._choose, self._plt_budget, self._run = keys, choose, plt_budget, run
         self._lock = threading.Lock()
-        self._known = _Known()
+        self._known = _KnownSave()
         self._forgotten = 0
         """How often it was forgotten: what begun before that is no base."""
         self._is_predicted = True
@@ -69,10 +69,10 @@ class PartialSaves(RunFeature):
         tokens = call.keywords.pop("tokens", None)
         call.metrics, tokens = token_counts.tokens_among(call.metrics or {}, tokens)
         tokens = tokens if call.is_coordinator else None
-        save = _Save(call.step, self._run.path(call.step))
+        save = _ExpertSave(call.step, self._run.path(call.step))
         return _ExpertsOfSave(self._keys, save, lambda: self._begin(save, tokens)), {}
 
-    def _begin(self, save: _Save, tokens: TokensSeen | None) -> PartialSave:
+    def _begin(self, save: _ExpertSave, tokens: TokensSeen | None) -> PartialSave:
         """See `SaveFeature.write_filter`."""
         layers = {layer: token_counts.key_of(layer, self._keys) for layer in tokens or ()}
         seen = {
@@ -96,7 +96,7 @@ class PartialSaves(RunFeature):
         elif isinstance(feature, _ExpertsOfSave):
             self._committed(feature.save)
 
-    def _selected(self, save: _Save, newest: _Known, chosen: Chosen) -> None:
+    def _selected(self, save: _ExpertSave, newest: _KnownSave, chosen: Chosen) -> None:
         """Records what a save will have once it has ended."""
         index, base, written = chosen.index, chosen.base, chosen.written
         after = None
@@ -112,9 +112,9 @@ class PartialSaves(RunFeature):
             self._is_predicted = after is not None
             if after is not None:
                 record = replace(chosen.record, steps=after.steps)
-                save.outcome = self._known = _Known(save.step, record, after, newest.record)
+                save.outcome = self._known = _KnownSave(save.step, record, after, newest.record)
 
-    def _committed(self, save: _Save) -> None:
+    def _committed(self, save: _ExpertSave) -> None:
         with self._lock:
             if save.forgotten != self._forgotten:
                 return
@@ -161,12 +161,12 @@ class PartialSaves(RunFeature):
             _log.warning("%s: the next save writes all experts: %s", path, error)
             record = record if is_known else self._known.record
         with self._lock:
-            self._known = _Known(None if base is None else step, record, base)
+            self._known = _KnownSave(None if base is None else step, record, base)
             self._is_predicted = True
 
 
 @dataclass(frozen=True)
-class _Known:
+class _KnownSave:
     """What the next save follows.
 
     Arguments:
@@ -183,7 +183,7 @@ class _Known:
 
 
 @dataclass
-class _Save:
+class _ExpertSave:
     """A save that has begun.
 
     Arguments:
@@ -197,7 +197,7 @@ class _Save:
     path: str
     attempt: str = ""
     forgotten: int = -1
-    outcome: _Known | None = None
+    outcome: _KnownSave | None = None
 
 
 class _ExpertsOfSave(SaveFeature):
@@ -211,7 +211,9 @@ class _ExpertsOfSave(SaveFeature):
 
     name = "experts"
 
-    def __init__(self, keys: ExpertKeys, save: _Save, begin: Callable[[], PartialSave]) -> None:
+    def __init__(
+        self, keys: ExpertKeys, save: _ExpertSave, begin: Callable[[], PartialSave]
+    ) -> None:
         self.save, self._keys, self._begin = save, keys, begin
 
     def __eq__(self, other: object) -> bool:

@@ -43,7 +43,7 @@ from unickpt.plugins.incremental.candidates import Candidate, Candidates
 from unickpt.plugins.incremental.chains import KnownChunk, read_parent
 from unickpt.plugins.incremental.growth import Growth
 from unickpt.plugins.incremental.linked_files import LinkedFiles
-from unickpt.plugins.incremental.shares import Chunk, Place, Share
+from unickpt.plugins.incremental.shares import Chunk, Share, ValueSource
 from unickpt.plugins.incremental.siblings import Siblings
 from unickpt.plugins.incremental.spans import Span, Spans
 from unickpt.types import Box
@@ -238,7 +238,7 @@ class Base:
     def _take(
         self,
         candidate: Candidate,
-        places: Sequence[Place],
+        places: Sequence[ValueSource],
         patch: bytes | None = None,
         *,
         rewrites: bool = True,
@@ -283,7 +283,7 @@ class Base:
             )
             return references
 
-    def _take_of_unit(self, share: Share, place: Place) -> Taken | None:
+    def _take_of_unit(self, share: Share, place: ValueSource) -> Taken | None:
         """Takes a value, and counts what stays alive for it; None if it can no longer be."""
         reference = share.take(place)
         if reference is None:
@@ -340,7 +340,7 @@ class Base:
 
     def _patch(
         self, candidate: Candidate, number: int, chunk: Array, digest: int
-    ) -> tuple[bytes | None, Sequence[Place]]:
+    ) -> tuple[bytes | None, Sequence[ValueSource]]:
         """What differs from an earlier state, if anything does, and the values of that; no values
         if it is too much, or cannot be told."""
         places = candidate.places or ()

@@ -19,7 +19,7 @@ from unickpt.extend import (
     stored_chunk_bytes,
 )
 from unickpt.plugins.incremental import spans
-from unickpt.plugins.incremental.shares import Chunk, Place, Places, Share
+from unickpt.plugins.incremental.shares import Chunk, Places, Share, ValueSource
 from unickpt.plugins.incremental.spans import Span, Spans
 
 # Of a data file's bytes, the share that a process must use of it to link it, if what it keeps is
@@ -54,7 +54,7 @@ class Candidate:
 
 
 @dataclass(frozen=True)
-class _Same:
+class _EqualChunks:
     """A part that the base has as the save has it.
 
     Arguments:
@@ -79,13 +79,13 @@ class _Same:
             return self.nbytes
         return stored_chunk_bytes(self.entry, self.part.chunk_box(number).shape)
 
-    def span(self, numbers: range) -> spans.Same:
+    def span(self, numbers: range) -> spans.EqualSpan:
         """Chunks that follow each other."""
         rows = slice(numbers.start, numbers.stop)
         elements = nbytes = self.part.sizes()[rows] * self.entry.itemsize
         if self.entry.codec is not None:
             nbytes = np.array([self.bytes_of(number) for number in numbers], np.int64)
-        return spans.Same(self.entry, self.digests[rows], elements, nbytes)
+        return spans.EqualSpan(self.entry, self.digests[rows], elements, nbytes)
 
 
 class Candidates:
@@ -111,7 +111,7 @@ class Candidates:
         self._encoder = encoder
         self._reader, self._share, self._patches, self._warn = reader, share, patches, warn
         self._numbered: dict[str, dict[str, tuple[int, Part]]] = {}
-        self._parts: dict[str, _Same | None] = {}
+        self._parts: dict[str, _EqualChunks | None] = {}
         self._candidates: dict[tuple[str, int], Candidate] = {}
         self.sparse = set[Any]()
         """The units of which too little is used: patches in them are written again."""
@@ -142,7 +142,7 @@ class Candidates:
         apart = set(range(len(requested))) - set(together.which.tolist())
         chunks += [chunk for number in sorted(apart) for chunk in requested[number].chunks()]
         used: dict[Any, int] = {}
-        ends: dict[Any, tuple[Place, ArrayEntry, int]] = {}
+        ends: dict[Any, tuple[ValueSource, ArrayEntry, int]] = {}
         wholes, last_of = set[Any](), together.last()
         for number, nbytes in together.used().items():
             place, (entry, _, last_number) = last_of[number]
@@ -187,7 +187,9 @@ class Candidates:
                 del self._candidates[key]
         return remaining_spans
 
-    def _serves(self, nbytes: int, place: Place, entry: ArrayEntry, number: int) -> bool | None:
+    def _serves(
+        self, nbytes: int, place: ValueSource, entry: ArrayEntry, number: int
+    ) -> bool | None:
         """Whether enough of a unit is used; None if it is not there up to its last value."""
         assert self._share is not None, "else no chunk has places"
         try:
@@ -230,18 +232,18 @@ class Candidates:
                 chunk_places,
             )
 
-    def _same_span(self, span: Span) -> spans.Same | None:
+    def _same_span(self, span: Span) -> spans.EqualSpan | None:
         same = self._same(span.entry, span.part)
         return None if same is None else same.span(span.numbers)
 
-    def _same(self, entry: ArrayEntry, part: Part) -> _Same | None:
+    def _same(self, entry: ArrayEntry, part: Part) -> _EqualChunks | None:
         if part.key not in self._parts:
             self._parts[part.key] = self._find_part(entry, part)
         same = self._parts[part.key]
         # Called for each chunk, mostly with the same objects.
         return same if same is None or same.part is part or same.part == part else None
 
-    def _find_part(self, entry: ArrayEntry, part: Part) -> _Same | None:
+    def _find_part(self, entry: ArrayEntry, part: Part) -> _EqualChunks | None:
         theirs = self._reader.index.arrays.get(entry.name)
         if theirs is None or (theirs.shape, theirs.dtype) != (entry.shape, entry.dtype):
             return None
@@ -257,7 +259,7 @@ class Candidates:
         if base_part != part:
             return None
         digests = self._reader.digests_of(entry.name)["digest"][first : first + part.count]
-        return _Same(theirs, part, digests)
+        return _EqualChunks(theirs, part, digests)
 
 
 def _has_bytes_of(theirs: ArrayEntry, entry: ArrayEntry, is_undecided: bool) -> bool:

@@ -25,7 +25,7 @@ from unickpt.extend import (
     read_full_chunk,
 )
 from unickpt.plugins.incremental import patches
-from unickpt.plugins.incremental.patches import State
+from unickpt.plugins.incremental.patches import PatchedState
 
 
 def parent_generation(generation: int) -> int:
@@ -48,7 +48,7 @@ class Parent:
         is_read: whether its elements were read.
     """
 
-    state: State
+    state: PatchedState
     values: int
     is_read: bool
 
@@ -100,7 +100,7 @@ def read_parent(
         # A patch says what it refers to.
         expected = states[used].digest if used < len(states) else chunk.before
         if expected == chunk.now:
-            return Parent(State(expected), 1 + used, False)
+            return Parent(PatchedState(expected), 1 + used, False)
         read_full_chunk(entry, number, chain, out)
         for patch in stored_patches[:used]:
             patches.apply(patch, out)
@@ -109,4 +109,4 @@ def read_parent(
     if chunk_digest(out) != expected:
         damage = Damaged("an earlier state does not match its digest")
         raise reader.chunks.naming(damage, entry, part, number)
-    return Parent(State(expected), 1 + used, True)
+    return Parent(PatchedState(expected), 1 + used, True)

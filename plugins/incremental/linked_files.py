@@ -19,7 +19,7 @@ from unickpt.extend import (
     Part,
     RegularFiles,
 )
-from unickpt.plugins.incremental.shares import Chunk, Place, Places
+from unickpt.plugins.incremental.shares import Chunk, Places, ValueSource
 
 _PROBE = "probe"
 
@@ -72,16 +72,16 @@ class LinkedFiles:
                 continue
             if value is None or value.part is not chunk[1]:
                 (value,) = self._reader.chunk_values.of(*chunk)  # the same for all of a part
-            places.append((Place(value, location),))
+            places.append((ValueSource(value, location),))
         return places
 
     def _find(self, entry: ArrayEntry, part: Part, number: int) -> Places | None:
-        places, values = list[Place](), self._reader.chunk_values
+        places, values = list[ValueSource](), self._reader.chunk_values
         for value in values.of(entry, part, number):
             location = None if value.base is not None else values.place(entry, value, number)
             if location is None or (not places and isinstance(location, bytes)):
                 return None
-            places.append(Place(value, location))
+            places.append(ValueSource(value, location))
         return tuple(places)
 
     def lender(
@@ -95,7 +95,7 @@ class LinkedFiles:
         (value,) = self._reader.chunk_values.of(entry, part, numbers.start)  # the same for all
         return value, None
 
-    def unit_bytes(self, place: Place) -> int:
+    def unit_bytes(self, place: ValueSource) -> int:
         """The size of the data file. Raises Failed."""
         if not isinstance(place.at, DataReference):
             return 0
@@ -104,18 +104,18 @@ class LinkedFiles:
             self._sizes[path] = self._files.size(path)
         return self._sizes[path]
 
-    def check_end(self, entry: ArrayEntry, place: Place, number: int) -> None:
+    def check_end(self, entry: ArrayEntry, place: ValueSource, number: int) -> None:
         """Checks that the data file has the last byte of a value of a chunk. Raises Damaged."""
         size = self.unit_bytes(place)
         if size < place.end:
             name = f"a file of {self._reader.location}"
             raise Damaged(f"{name} has {size} bytes, and array {entry.name!r} ends at {place.end}")
 
-    def is_older(self, place: Place) -> bool:
+    def is_older(self, place: ValueSource) -> bool:
         """Whether the data file was linked already."""
         return isinstance(place.at, DataReference) and f"/{LINKED_FOLDER}/" in place.at.path
 
-    def take(self, place: Place) -> DataReference | bytes | None:
+    def take(self, place: ValueSource) -> DataReference | bytes | None:
         """Refers to a value; None if its file cannot be linked."""
         if not isinstance(place.at, DataReference):
             return place.at

@@ -37,7 +37,7 @@ class BadPatch(NotDecodable):
 
 
 @dataclass(frozen=True)
-class State:
+class PatchedState:
     """A state of a chunk, to which a patch refers.
 
     Arguments:
@@ -49,7 +49,7 @@ class State:
     generation: int = 0
 
 
-def encode(old: Array, new: Array, state: State, generation: int, most: int) -> bytes | None:
+def encode(old: Array, new: Array, state: PatchedState, generation: int, most: int) -> bytes | None:
     """What of a chunk differs from an earlier state of it, bit by bit.
 
     Arguments:
@@ -87,7 +87,7 @@ def encode(old: Array, new: Array, state: State, generation: int, most: int) -> 
     return patch if len(patch) <= most else None
 
 
-def state_of(patch: bytes) -> State:
+def state_of(patch: bytes) -> PatchedState:
     """What a patch says of the state to which it refers; its generation is that of the patch.
 
     Arguments:
@@ -97,7 +97,7 @@ def state_of(patch: bytes) -> State:
         BadPatch: it is too short.
     """
     digest, generation, *_ = _header(patch)
-    return State(digest, generation)
+    return PatchedState(digest, generation)
 
 
 def apply(patch: bytes, out: Array) -> None:

@@ -23,7 +23,7 @@ from unickpt.plugins.incremental import unchanged
 from unickpt.plugins.incremental.base import FAULTY, How, open_base
 from unickpt.plugins.incremental.growth import Growth
 from unickpt.plugins.incremental.source import BaseChunks
-from unickpt.plugins.incremental.unchanged import Changed, SeenState, Unchanged
+from unickpt.plugins.incremental.unchanged import Changed, SeenState, UnchangedArrays
 
 _log = logging.getLogger("unickpt")
 
@@ -46,7 +46,7 @@ class Incremental(ReferencePolicy):
 
     # --- in the call ------------------------------------------------------------------------------
 
-    def skipped(self, save: DescribedSave, before: Any) -> tuple[Unchanged | None, SeenState]:
+    def skipped(self, save: DescribedSave, before: Any) -> tuple[UnchangedArrays | None, SeenState]:
         """What did not change, as far as `SaveOptions.changed` says so; see `ReferencePolicy`."""
         assert self._changed is not None, "else there is nothing to skip"
         # Of a unit, the step before has the state of its last turn, not of the last call.

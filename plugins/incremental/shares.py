@@ -10,7 +10,7 @@ from unickpt.extend import ArrayEntry, BaseEntry, ChunkValue, DataReference, Par
 
 
 @dataclass(frozen=True)
-class Place:
+class ValueSource:
     """Where a value of a chunk is.
 
     Arguments:
@@ -41,7 +41,7 @@ class Place:
 
 Chunk = tuple[ArrayEntry, Part, int]
 """The array, the part, and the chunk's number in it."""
-Places = tuple[Place, ...]
+Places = tuple[ValueSource, ...]
 """Of a whole chunk, or of the full chunk and the patches of a patched one."""
 
 
@@ -58,19 +58,19 @@ class Share(Protocol):
         """The one checkpoint that has chunks of the base that follow each other, whole, as what
         they are there; and its name, as the new one will name it. None if there is none."""
 
-    def unit_bytes(self, place: Place) -> int:
+    def unit_bytes(self, place: ValueSource) -> int:
         """How many bytes stay alive for a value, with all others of its unit.
 
         Raises:
             Failed: it is gone.
         """
 
-    def check_end(self, entry: ArrayEntry, place: Place, number: int) -> None:
+    def check_end(self, entry: ArrayEntry, place: ValueSource, number: int) -> None:
         """Checks that the last byte of a value of a chunk is there. Raises as `unit_bytes`, or
         CheckpointCorrupt, StorageError."""
 
-    def is_older(self, place: Place) -> bool:
+    def is_older(self, place: ValueSource) -> bool:
         """Whether the base itself took a value from an earlier checkpoint."""
 
-    def take(self, place: Place) -> Taken | None:
+    def take(self, place: ValueSource) -> Taken | None:
         """Refers to a value; None if the chunk has to be written after all."""

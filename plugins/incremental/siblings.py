@@ -22,7 +22,7 @@ from unickpt.extend import (
     base_name,
     written_in_data_file,
 )
-from unickpt.plugins.incremental.shares import Chunk, Place, Places
+from unickpt.plugins.incremental.shares import Chunk, Places, ValueSource
 
 
 class Siblings:
@@ -58,7 +58,7 @@ class Siblings:
         return [self._find(*chunk) for chunk in chunks]
 
     def _find(self, entry: ArrayEntry, part: Part, number: int) -> Places | None:
-        places = list[Place]()
+        places = list[ValueSource]()
         for value in self._reader.chunk_values.of(entry, part, number):
             location = self._reader.chunk_values.place(entry, value, number)
             if location is None:
@@ -66,7 +66,7 @@ class Siblings:
             owner = (
                 self._reader_entry if value.base is None else self._reader.index.bases[value.base]
             )
-            places.append(Place(value, location, owner))
+            places.append(ValueSource(value, location, owner))
         if not self._chained and (len(places) > 1 or places[0].of != self.base):
             return None
         return tuple(places)
@@ -85,7 +85,7 @@ class Siblings:
         owner = self._reader_entry if value.base is None else self._reader.index.bases[value.base]
         return None if not self._chained and owner != self.base else (value, owner)
 
-    def unit_bytes(self, place: Place) -> int:
+    def unit_bytes(self, place: ValueSource) -> int:
         """The size of the data file, if its name says it; else at least the value's end. If it is
         not counted, none: `is_worthwhile` decides for all chunks."""
         if not self._counted or not isinstance(place.at, DataReference):
@@ -93,14 +93,14 @@ class Siblings:
         written = written_in_data_file(place.at.path.rpartition("/")[2])
         return place.end if written is None else written[1]
 
-    def check_end(self, entry: ArrayEntry, place: Place, number: int) -> None:
+    def check_end(self, entry: ArrayEntry, place: ValueSource, number: int) -> None:
         """Checks that the last byte of a value of a chunk is there."""
         self._reader.chunk_values.check_end(entry, place.value, number)
 
-    def is_older(self, place: Place) -> bool:
+    def is_older(self, place: ValueSource) -> bool:
         """Whether the base borrowed it, too."""
         return place.of != self._reader_entry
 
-    def take(self, place: Place) -> BaseEntry | None:
+    def take(self, place: ValueSource) -> BaseEntry | None:
         """Borrows a value."""
         return place.of

@@ -19,7 +19,7 @@ from unickpt.extend import (
 )
 from unickpt.plugins.incremental.base import Base
 from unickpt.plugins.incremental.spans import Span, Spans
-from unickpt.plugins.incremental.unchanged import Unchanged
+from unickpt.plugins.incremental.unchanged import UnchangedArrays
 
 
 class BaseChunks(ReferenceSource):
@@ -31,7 +31,7 @@ class BaseChunks(ReferenceSource):
         compares: whether chunks that are written are compared with it.
     """
 
-    def __init__(self, base: Base, unchanged: Unchanged | None, *, compares: bool) -> None:
+    def __init__(self, base: Base, unchanged: UnchangedArrays | None, *, compares: bool) -> None:
         self._base, self._unchanged, self.compares = base, unchanged, compares
         self.adds = compares and base.adds_patches
         self.note = None if base.growth is None else base.growth.stored

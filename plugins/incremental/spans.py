@@ -22,7 +22,7 @@ from unickpt.extend import (
     Part,
     chunk_keys,
 )
-from unickpt.plugins.incremental.shares import Chunk, Place, Share
+from unickpt.plugins.incremental.shares import Chunk, Share, ValueSource
 
 Column = np.ndarray[Any, Any]
 _NOWHERE = -1
@@ -45,7 +45,7 @@ class Span(NamedTuple):
         return [(self.entry, self.part, number) for number in self.numbers]
 
 
-class Same(NamedTuple):
+class EqualSpan(NamedTuple):
     """What the base has of the chunks of a span.
 
     Arguments:
@@ -70,7 +70,7 @@ class Spans:
         asked: all spans that were asked for.
         which: the numbers of these, in the order of the columns.
         span: for each chunk, the position of its span in `which`.
-        digest, elements, nbytes: of each chunk, as of `Same`.
+        digest, elements, nbytes: of each chunk, as of `EqualSpan`.
         unit: for each chunk, which of `units` it is in.
         offset, length: its bytes there.
         units: the files, and the checkpoints beside the new one that have them.
@@ -122,7 +122,7 @@ class Spans:
         used: list[int] = np.flatnonzero(np.bincount(self.unit)).tolist()
         return used
 
-    def last(self) -> dict[int, tuple[Place, Chunk]]:
+    def last(self) -> dict[int, tuple[ValueSource, Chunk]]:
         """By unit, the place that ends last among those used, and its chunk."""
         ends = {}
         order = np.argsort(self.offset + self.length, kind="stable")
@@ -134,7 +134,7 @@ class Spans:
             value = self.values[number]
             assert value is not None, "it was found there"
             reference = DataReference(path, int(self.offset[last_row]), int(self.length[last_row]))
-            ends[unit] = Place(value, reference, owner), chunk
+            ends[unit] = ValueSource(value, reference, owner), chunk
         return ends
 
     def chunk(self, row: int) -> tuple[int, Chunk]:
@@ -145,7 +145,9 @@ class Spans:
         return number, (span.entry, span.part, span.numbers[row - first])
 
 
-def find(spans: Sequence[Span], same: Callable[[Span], Same | None], share: Share | None) -> Spans:
+def find(
+    spans: Sequence[Span], same: Callable[[Span], EqualSpan | None], share: Share | None
+) -> Spans:
     """Finds spans in the base; leaves those out of which a chunk is missing or has patches, or is
     so small that the B-tree has it itself, and those that several checkpoints have.
 
@@ -158,7 +160,10 @@ def find(spans: Sequence[Span], same: Callable[[Span], Same | None], share: Shar
         CheckpointCorrupt, StorageError: the base cannot be read.
     """
     values: list[ChunkValue | None] = [None] * len(spans)
-    matches, lenders = dict[int, Same](), dict[ChunkStore, tuple[BaseEntry | None, list[int]]]()
+    matches, lenders = (
+        dict[int, EqualSpan](),
+        dict[ChunkStore, tuple[BaseEntry | None, list[int]]](),
+    )
     for number, span in enumerate(spans):
         match = None if share is None else same(span)
         lender = match and share and share.lender(match.entry, span.part, span.numbers)

@@ -98,7 +98,7 @@ class SeenState:
 
 
 @dataclass(frozen=True)
-class Unchanged(Skipped):
+class UnchangedArrays(Skipped):
     """What is as in the base.
 
     Arguments:
@@ -232,7 +232,7 @@ def find_unchanged(
     arrays: Mapping[str, tuple[ArrayEntry, ArraySource]],
     tokens: Mapping[str, object],
     before: SeenState | None,
-) -> tuple[Unchanged | None, Mapping[str, ArraySample]]:
+) -> tuple[UnchangedArrays | None, Mapping[str, ArraySample]]:
     """Finds out what is as in the save before.
 
     Arguments:
@@ -267,7 +267,7 @@ def find_unchanged(
         return None, samples
     turn = next(before.turns) % TURNS
     due = {name: _due(*arrays[name], turn) for name in rows if name not in tokens}
-    return Unchanged(rows, before.attempt, due), samples
+    return UnchangedArrays(rows, before.attempt, due), samples
 
 
 def _due(entry: ArrayEntry, source: ArraySource, turn: int) -> Collection[Start] | None:

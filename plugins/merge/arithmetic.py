@@ -22,7 +22,7 @@ BLOCK = 1 << 15
 
 
 @dataclass(frozen=True)
-class Span:
+class ElementSpan:
     """Consecutive elements of a box of an array, in row-major order.
 
     Arguments:
@@ -50,12 +50,12 @@ class Span:
         return positions
 
 
-Formula = Callable[[Sequence[Array], Span], Array]
+Formula = Callable[[Sequence[Array], ElementSpan], Array]
 """The arithmetic of one array: from elements of all inputs, the sources and then the base, in
 float64 or complex128, makes those of the result."""
 
 
-def weighted_sum(weights: Sequence[float], inputs: Sequence[Array], span: Span) -> Array:
+def weighted_sum(weights: Sequence[float], inputs: Sequence[Array], span: ElementSpan) -> Array:
     """A weighted sum."""
     total: Array = inputs[0] * weights[0]
     for weight, block in zip(weights[1:], inputs[1:], strict=True):
@@ -63,7 +63,7 @@ def weighted_sum(weights: Sequence[float], inputs: Sequence[Array], span: Span) 
     return total
 
 
-def average(inputs: Sequence[Array], span: Span) -> Array:
+def average(inputs: Sequence[Array], span: ElementSpan) -> Array:
     """The sum, divided by the number of inputs: `weighted_sum` would round 1/3 before its use."""
     total: Array = inputs[0].copy()
     for block in inputs[1:]:
@@ -71,7 +71,7 @@ def average(inputs: Sequence[Array], span: Span) -> Array:
     return total / len(inputs)
 
 
-def add_differences(weights: Sequence[float], inputs: Sequence[Array], span: Span) -> Array:
+def add_differences(weights: Sequence[float], inputs: Sequence[Array], span: ElementSpan) -> Array:
     """The base, plus a weighted sum of the sources' differences from it."""
     *sources, base = inputs
     total: Array = base.copy()
@@ -81,7 +81,7 @@ def add_differences(weights: Sequence[float], inputs: Sequence[Array], span: Spa
 
 
 def add_random_differences(
-    weights: Sequence[float], method: Dare, name: str, inputs: Sequence[Array], span: Span
+    weights: Sequence[float], method: Dare, name: str, inputs: Sequence[Array], span: ElementSpan
 ) -> Array:
     """The same, of differences of which most elements are dropped.
 
@@ -100,7 +100,11 @@ def add_random_differences(
 
 
 def add_elected(
-    thresholds: Sequence[float], scale: float, wide: bool, inputs: Sequence[Array], span: Span
+    thresholds: Sequence[float],
+    scale: float,
+    wide: bool,
+    inputs: Sequence[Array],
+    span: ElementSpan,
 ) -> Array:
     """The base, plus the mean of the large differences whose sign prevails.
 
@@ -201,7 +205,7 @@ def merge_box(
             blocks = [array[first:stop].astype(wide_dtype(array.dtype)) for array in flat]
             bad = {number for number, block in enumerate(blocks) if not is_finite(block)}
             outcome.nonfinite |= bad
-            made = formula(blocks, Span(shape, box, first, stop))
+            made = formula(blocks, ElementSpan(shape, box, first, stop))
             target[first:stop] = made.astype(out.dtype)
             if not bad:
                 is_representable = is_finite(target[first:stop].astype(wide_dtype(out.dtype)))

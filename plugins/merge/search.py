@@ -216,7 +216,7 @@ def _read(path: str) -> str:
 
 
 @dataclass(frozen=True)
-class Found:
+class BestWeights:
     """What a search has found.
 
     Arguments:
@@ -236,7 +236,7 @@ def search(
     start: SourceWeights,
     merged: Callable[[SourceWeights], Checkpoint],
     sources: Sequence[Mapping[str, Any]],
-) -> Found:
+) -> BestWeights:
     """The best weights that were tried; of several tasks those of a trial on the Pareto front. The
     same on all processes.
 
@@ -388,7 +388,7 @@ class _Trying:
         """In this search, in their order."""
         self.log = TrialLog(None, {})
 
-    def best(self) -> Found:
+    def best(self) -> BestWeights:
         """What is best of what was tried; of equal ones the first.
 
         Raises:
@@ -404,14 +404,14 @@ class _Trying:
             )
         if ONLY in better:
             best = trials[front[0]]
-            return Found(best.weights, best.scores[ONLY])
+            return BestWeights(best.weights, best.scores[ONLY])
         choose = self._method.choose
         chosen = balanced(trials, better, front) if choose is None else front[0]
         if choose is not None:
             candidates = [trials[number] for number in front]
             chosen = front[candidates.index(choose(candidates))]
         all_trials = Trials(self._urls, better, tuple(trials), chosen)
-        return Found(trials[chosen].weights, None, all_trials)
+        return BestWeights(trials[chosen].weights, None, all_trials)
 
     def scores(self, weights: SourceWeights) -> Scores:
         """The scores of weights, tried unless they are known.
@@ -428,7 +428,7 @@ class _Trying:
                 self.log.add(weights, self.tried[weights])
         return self.tried[weights]
 
-    def follow(self) -> Found:
+    def follow(self) -> BestWeights:
         """Tries what process 0 says, up to the end."""
         while "known" not in (order := self.order({})):
             if "error" in order:

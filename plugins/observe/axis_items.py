@@ -14,19 +14,19 @@ from dataclasses import dataclass, field, replace
 from unickpt.plugins.observe.regular_blocks import Irregular
 
 
-class Axis:
+class ItemAxis:
     """An axis; it may turn out to be the same as another one, or the product of several."""
 
     def __init__(self, extent: int) -> None:
         self.extent = extent
-        self._same: Axis | None = None
-        self._parts: tuple[Axis, Axis] | None = None
+        self._same: ItemAxis | None = None
+        self._parts: tuple[ItemAxis, ItemAxis] | None = None
 
     @property
-    def representative(self) -> Axis:
+    def representative(self) -> ItemAxis:
         return self if self._same is None else self._same.representative
 
-    def leaves(self) -> Iterator[Axis]:
+    def leaves(self) -> Iterator[ItemAxis]:
         """The axes that it is the product of, outermost first."""
         representative = self.representative
         if representative._parts is None:
@@ -38,9 +38,9 @@ class Axis:
     def split(self, outer: int) -> None:
         """Makes it the product of two; only of one that is not."""
         representative = self.representative
-        representative._parts = Axis(outer), Axis(representative.extent // outer)
+        representative._parts = ItemAxis(outer), ItemAxis(representative.extent // outer)
 
-    def unify(self, other: Axis) -> None:
+    def unify(self, other: ItemAxis) -> None:
         """Makes it the same as another of the same extent, both without parts."""
         representative, other = self.representative, other.representative
         if representative is not other:
@@ -48,7 +48,7 @@ class Axis:
 
 
 @dataclass(frozen=True)
-class Place:
+class ItemPlace:
     """A digit along a dimension.
 
     Arguments:
@@ -57,19 +57,19 @@ class Place:
         reverse: whether the axis runs backwards.
     """
 
-    axis: Axis
+    axis: ItemAxis
     stride: int
     reverse: bool = False
 
-    def leaves(self) -> Iterator[Place]:
+    def leaves(self) -> Iterator[ItemPlace]:
         stride = self.stride * self.axis.representative.extent
         for leaf in self.axis.leaves():
             stride //= leaf.extent
-            yield Place(leaf, stride, self.reverse)
+            yield ItemPlace(leaf, stride, self.reverse)
 
 
 @dataclass(frozen=True)
-class Part:
+class ItemPart:
     """What a block occupies of a dimension.
 
     Arguments:
@@ -80,9 +80,9 @@ class Part:
 
     block: int
     offset: int
-    places: tuple[Place, ...]
+    places: tuple[ItemPlace, ...]
 
-    def opened(self) -> Part:
+    def opened(self) -> ItemPart:
         return replace(self, places=tuple(leaf for p in self.places for leaf in p.leaves()))
 
     @property
@@ -95,7 +95,7 @@ class Part:
 class Single:
     """An axis of a dimension."""
 
-    axis: Axis
+    axis: ItemAxis
     reverse: bool = False
 
 
@@ -138,9 +138,9 @@ class Dimensions:
         units: axes of extent 1 that were made because a piece needs an axis, with its blocks.
     """
 
-    units: list[tuple[Axis, frozenset[int]]] = field(default_factory=list)
+    units: list[tuple[ItemAxis, frozenset[int]]] = field(default_factory=list)
 
-    def factors(self, extent: int, parts: Sequence[Part]) -> list[Item]:
+    def factors(self, extent: int, parts: Sequence[ItemPart]) -> list[Item]:
         """What a dimension is made of.
 
         Arguments:
@@ -166,7 +166,7 @@ class Dimensions:
             raise Irregular("pieces of it overlap in a way that axes do not")
         return inner
 
-    def _outer(self, extent: int, parts: Sequence[Part]) -> list[Item] | None:
+    def _outer(self, extent: int, parts: Sequence[ItemPart]) -> list[Item] | None:
         """With an outermost axis of all parts, if there is one."""
         if any(
             not part.places
@@ -181,7 +181,7 @@ class Dimensions:
             return None
         return self._peeled(parts, 0, common, extent // common)
 
-    def _inner(self, extent: int, parts: Sequence[Part]) -> list[Item] | None:
+    def _inner(self, extent: int, parts: Sequence[ItemPart]) -> list[Item] | None:
         """With an innermost axis of all parts, if there is one."""
         places = [part.places[-1] for part in parts if part.places]
         if len(places) < len(parts) or any(p.stride != 1 for p in places):
@@ -194,7 +194,7 @@ class Dimensions:
         return self._peeled(parts, -1, common, extent // common)
 
     def _peeled(
-        self, parts: Sequence[Part], position: int, common: int, remaining_extent: int
+        self, parts: Sequence[ItemPart], position: int, common: int, remaining_extent: int
     ) -> list[Item]:
         """What a dimension is made of: one axis of all parts, and the rest."""
         for part in parts:
@@ -210,7 +210,7 @@ class Dimensions:
             inner = [replace(part, places=part.places[1:]) for part in opened]
             return [single, *self.factors(remaining_extent, inner)]
         outer = [
-            Part(
+            ItemPart(
                 part.block,
                 part.offset // common,
                 tuple(replace(p, stride=p.stride // common) for p in part.places[:-1]),
@@ -219,7 +219,7 @@ class Dimensions:
         ]
         return [*self.factors(remaining_extent, outer), single]
 
-    def _sum(self, extent: int, groups: Sequence[tuple[int, int, list[Part]]]) -> Sum:
+    def _sum(self, extent: int, groups: Sequence[tuple[int, int, list[ItemPart]]]) -> Sum:
         result, end = Sum(), 0
         for start, stop, parts in groups:
             if start > end:
@@ -228,7 +228,7 @@ class Dimensions:
             items = self.factors(stop - start, inner)
             blocks = frozenset(part.block for part in parts)
             if not items:
-                axis = Axis(1)
+                axis = ItemAxis(1)
                 self.units.append((axis, blocks))
                 items = [Single(axis)]
             result.segments.append(Segment(blocks, items))
@@ -238,9 +238,9 @@ class Dimensions:
         return result
 
 
-def _groups(parts: Sequence[Part]) -> list[tuple[int, int, list[Part]]]:
+def _groups(parts: Sequence[ItemPart]) -> list[tuple[int, int, list[ItemPart]]]:
     """Parts by the intervals that they occupy: those that overlap are in one."""
-    groups: list[tuple[int, int, list[Part]]] = []
+    groups: list[tuple[int, int, list[ItemPart]]] = []
     for part in sorted(parts, key=lambda part: part.offset):
         if groups and part.offset < groups[-1][1]:
             start, stop, members = groups[-1]
@@ -250,7 +250,7 @@ def _groups(parts: Sequence[Part]) -> list[tuple[int, int, list[Part]]]:
     return groups
 
 
-def insert(items: list[Item], unit: Axis, blocks: frozenset[int]) -> None:
+def insert(items: list[Item], unit: ItemAxis, blocks: frozenset[int]) -> None:
     """Adds an axis of extent 1 to the part of a dimension that some blocks occupy."""
     for item in items:
         for segment in item.segments if isinstance(item, Sum) else ():
@@ -260,7 +260,7 @@ def insert(items: list[Item], unit: Axis, blocks: frozenset[int]) -> None:
     items.append(Single(unit))
 
 
-def axes_in(items: Sequence[Item]) -> Iterator[Axis]:
+def axes_in(items: Sequence[Item]) -> Iterator[ItemAxis]:
     """All axes of a dimension, in order."""
     for item in items:
         if isinstance(item, Single):

@@ -14,7 +14,7 @@ import numpy as np
 
 from unickpt.extend import Array
 from unickpt.plugins.observe.element_codes import Traced
-from unickpt.plugins.observe.fitting import Draft, Fit, Group, Pieced, Term
+from unickpt.plugins.observe.fitting import ArrayGroup, Draft, Fit, Pieced, Term
 from unickpt.plugins.observe.regular_blocks import Block, Irregular, blocks_of, combined
 
 _SOURCE_BITS = 40  # of an index; an example has fewer elements
@@ -34,7 +34,7 @@ def drafts(
     inputs: Sequence[Input],
     outputs: Sequence[Traced],
     together: Callable[[str], str] | None = None,
-) -> Iterator[Draft | Misfit]:
+) -> Iterator[Draft | ComponentMisfit]:
     """The rules for all outputs that are made of inputs, in the order of the inputs.
 
     Arguments:
@@ -52,7 +52,7 @@ def drafts(
         if together is None:
             names = [inputs[number].name for number in lefts]
             alone = [number for number in rights if _has_copies(outputs[number])] or rights
-            yield Misfit(names, [outputs[number].name for number in alone], why)
+            yield ComponentMisfit(names, [outputs[number].name for number in alone], why)
             # What an array with copies is made of may be in others as it is.
             yield from drafts(inputs, [outputs[number] for number in rights if number not in alone])
         else:
@@ -60,7 +60,7 @@ def drafts(
 
 
 @dataclass(frozen=True)
-class Misfit:
+class ComponentMisfit:
     """Arrays for which no rule was found: the names of both sides, and why."""
 
     left: Sequence[str]
@@ -167,7 +167,7 @@ def _copies(outputs: Sequence[Traced]) -> list[list[int]]:
     return groups
 
 
-def _grouped(arrays: Sequence[tuple[int, str, tuple[int, ...]]]) -> list[Group]:
+def _grouped(arrays: Sequence[tuple[int, str, tuple[int, ...]]]) -> list[ArrayGroup]:
     """Arrays of equal shape whose names differ only in numbers, together."""
     by_text: dict[tuple[tuple[str, ...], tuple[int, ...]], list[tuple[int, list[str]]]] = {}
     for number, name, shape in arrays:
@@ -191,12 +191,12 @@ def _grouped(arrays: Sequence[tuple[int, str, tuple[int, ...]]]) -> list[Group]:
             for number, pieces in members
         }
         names = ["".join(pieces) for _, pieces in members]
-        groups.append(Group(tuple(texts), numbers, shape, names))
+        groups.append(ArrayGroup(tuple(texts), numbers, shape, names))
     return groups
 
 
 def _pieces(
-    left: Sequence[Group], right: Sequence[Group], outputs: Sequence[Traced]
+    left: Sequence[ArrayGroup], right: Sequence[ArrayGroup], outputs: Sequence[Traced]
 ) -> Iterator[Pieced]:
     """The blocks that each two groups share."""
     of_left = {member: number for number, group in enumerate(left) for member in group.members}
@@ -232,9 +232,9 @@ def _repeated(pieces: Sequence[Pieced]) -> Iterator[Pieced]:
 def _collect(
     output: Traced,
     numbers: tuple[int, ...],
-    group: Group,
+    group: ArrayGroup,
     of_left: Mapping[int, int],
-    left: Sequence[Group],
+    left: Sequence[ArrayGroup],
     rows: dict[tuple[int, float, float], list[Array]],
 ) -> None:
     """Adds the coordinates of an output's elements by where they come from."""

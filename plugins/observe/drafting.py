@@ -291,7 +291,7 @@ class _Drafted:
                 self._family(lefts[i], rights[j], is_sure, names)
 
     def _family(
-        self, left: _Family, right: _Family, is_sure: bool, alternatives: Sequence[str]
+        self, left: _NameFamily, right: _NameFamily, is_sure: bool, alternatives: Sequence[str]
     ) -> None:
         if len(left.names) == len(right.names):
             pairs = zip(sorted(left.names.items()), sorted(right.names.items()), strict=True)
@@ -315,7 +315,7 @@ class _Drafted:
                 self._guess(rules[0], lefts, rights, [*map(str, rules[1:]), *alternatives])
 
     def _stacked(
-        self, is_left: bool, name: str, axis: int, small: _Family, order: Order
+        self, is_left: bool, name: str, axis: int, small: _NameFamily, order: Order
     ) -> Written:
         letters = axis_letters(self._open[is_left][name].shape)
         inner = [letter for k, letter in enumerate(letters) if k != axis]
@@ -417,7 +417,7 @@ class _Drafted:
 
 
 @dataclass(frozen=True)
-class _Family:
+class _NameFamily:
     """Arrays of one shape whose names differ only in numbers, by these."""
 
     names: Mapping[tuple[int, ...], str]
@@ -428,17 +428,19 @@ class _Family:
         return next(iter(self.names.values()))
 
 
-def _families(facts: Mapping[str, LeafFact]) -> list[_Family]:
+def _families(facts: Mapping[str, LeafFact]) -> list[_NameFamily]:
     families: dict[object, dict[tuple[int, ...], str]] = defaultdict(dict)
     for name, fact in facts.items():
         pieces = tokens(name)
         skeleton = tuple(None if str(t).isdecimal() else t for t in pieces)
         numbers = tuple(int(str(t)) for t in pieces if str(t).isdecimal())
         families[skeleton, fact.shape][numbers] = name
-    return [_Family(names, facts[next(iter(names.values()))].shape) for names in families.values()]
+    return [
+        _NameFamily(names, facts[next(iter(names.values()))].shape) for names in families.values()
+    ]
 
 
-def _fits(left: _Family, right: _Family) -> bool:
+def _fits(left: _NameFamily, right: _NameFamily) -> bool:
     """Whether shapes allow that one becomes the other: as they are, or stacked."""
     if len(left.names) == len(right.names):
         return bool(orders(left.shape, right.shape))

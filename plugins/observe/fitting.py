@@ -7,7 +7,15 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from unickpt.plugins.observe.axis_items import Axis, Dimensions, Item, Part, Place, axes_in, insert
+from unickpt.plugins.observe.axis_items import (
+    Dimensions,
+    Item,
+    ItemAxis,
+    ItemPart,
+    ItemPlace,
+    axes_in,
+    insert,
+)
 from unickpt.plugins.observe.regular_blocks import Block, Irregular
 
 
@@ -16,7 +24,7 @@ class NumberExpr:
     """A number in a name: a constant and multiples of axes."""
 
     constant: int
-    terms: tuple[tuple[Axis, int], ...] = ()
+    terms: tuple[tuple[ItemAxis, int], ...] = ()
 
 
 Name = tuple[str | NumberExpr, ...]
@@ -74,7 +82,7 @@ class Pieced:
 
 
 @dataclass
-class Group:
+class ArrayGroup:
     """Arrays of one side whose names differ only in numbers.
 
     Arguments:
@@ -102,13 +110,13 @@ class Group:
 class Fit:
     """The terms of a component."""
 
-    left: Sequence[Group]
-    right: Sequence[Group]
+    left: Sequence[ArrayGroup]
+    right: Sequence[ArrayGroup]
     pieces: Sequence[Pieced]
-    axes: list[list[Axis]] = field(default_factory=list)
+    axes: list[list[ItemAxis]] = field(default_factory=list)
 
     def drafts(self) -> Iterator[Draft]:
-        self.axes = [[Axis(radix) for radix, _ in piece.block.digits] for piece in self.pieces]
+        self.axes = [[ItemAxis(radix) for radix, _ in piece.block.digits] for piece in self.pieces]
         dims = Dimensions()
         lefts = [t for group in range(len(self.left)) for t in self._terms(True, group, dims)]
         done = len(dims.units)
@@ -143,10 +151,12 @@ class Fit:
             yield term
 
     @staticmethod
-    def _width_of(group: Group) -> int:
+    def _width_of(group: ArrayGroup) -> int:
         return group.numbers + len(group.shape)
 
-    def _term(self, is_left: bool, group: Group, members: Sequence[int], dims: Dimensions) -> Term:
+    def _term(
+        self, is_left: bool, group: ArrayGroup, members: Sequence[int], dims: Dimensions
+    ) -> Term:
         numbers = []
         for k in range(group.numbers):
             parts = [self._part(is_left, member, k) for member in members]
@@ -160,7 +170,7 @@ class Fit:
         ]
         return Term(group.name(numbers), shape, frozenset(members), frozenset(group.names))
 
-    def _part(self, is_left: bool, member: int, coordinate: int) -> Part:
+    def _part(self, is_left: bool, member: int, coordinate: int) -> ItemPart:
         """What a block occupies along a coordinate of one side."""
         piece = self.pieces[member]
         width = self._width_of(self.left[piece.left])
@@ -180,9 +190,9 @@ class Fit:
             if step < 0:
                 offset += step * (radix - 1)
             if step:
-                places.append(Place(axis, abs(step), step < 0))
+                places.append(ItemPlace(axis, abs(step), step < 0))
         places.sort(key=lambda place: -place.stride)
-        return Part(member, offset, tuple(places))
+        return ItemPart(member, offset, tuple(places))
 
     def _draft(self, lefts: list[Term], rights: list[Term]) -> Draft:
         ties: dict[object, list[Term]] = {}
@@ -232,7 +242,7 @@ class Fit:
         ((term.scale, term.offset),) = kinds
 
 
-def _number(parts: Sequence[Part]) -> NumberExpr:
+def _number(parts: Sequence[ItemPart]) -> NumberExpr:
     """A number in names; equal for all parts, whose axes become the same."""
     parts = [part.opened() for part in parts]
     first = parts[0]
@@ -269,7 +279,7 @@ def _connected_terms(
         )
 
 
-def all_axes(term: Term) -> Iterator[Axis]:
+def all_axes(term: Term) -> Iterator[ItemAxis]:
     """The axes of a term, those of its name first."""
     for item in term.name:
         if isinstance(item, NumberExpr):

@@ -41,7 +41,7 @@ class NameForm:
 
 
 @dataclass
-class Overlaps:
+class LineOverlaps:
     """Knows the names of all rules.
 
     Arguments:
@@ -150,7 +150,7 @@ def _merge_numbers(rules: Sequence[Written]) -> list[Written]:
     groups: dict[object, list[Written]] = {}
     for rule in rules:
         groups.setdefault(_form(rule), []).append(rule)
-    overlaps = Overlaps([list(_forms_of(members)) for members in groups.values()])
+    overlaps = LineOverlaps([list(_forms_of(members)) for members in groups.values()])
     result = []
     for number, members in enumerate(groups.values()):
         result += _fewest(members, members, overlaps, number)
@@ -158,7 +158,7 @@ def _merge_numbers(rules: Sequence[Written]) -> list[Written]:
 
 
 def _fewest(
-    members: Sequence[Written], alike: Sequence[Written], overlaps: Overlaps, group: int
+    members: Sequence[Written], alike: Sequence[Written], overlaps: LineOverlaps, group: int
 ) -> list[Written]:
     """Rules that differ in numbers as one; in parts, if not all of them have one form.
 
@@ -216,7 +216,7 @@ def _forms_of(members: Sequence[Written]) -> Iterator[NameForm]:
 
 
 def _as_one(
-    members: Sequence[Written], alike: Sequence[Written], overlaps: Overlaps, group: int
+    members: Sequence[Written], alike: Sequence[Written], overlaps: LineOverlaps, group: int
 ) -> Written | None:
     """Rules that differ in numbers as one rule, if captures can stand for these."""
     first = members[0]
@@ -285,7 +285,9 @@ def _pairs_all(rule: Written, columns: _Columns, solution: Formulas) -> bool:
     )
 
 
-def _restricted(columns: _Columns, rule: Written, overlaps: Overlaps, group: int) -> set[Values]:
+def _restricted(
+    columns: _Columns, rule: Written, overlaps: LineOverlaps, group: int
+) -> set[Values]:
     """The numbers that must be told their values, lest names of other forms match."""
     before = len(rule.left)
     plain = {

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from unickpt.plugins.observe.axis_items import Axis, Item, Padding, Single, Sum, axes_in
+from unickpt.plugins.observe.axis_items import Item, ItemAxis, Padding, Single, Sum, axes_in
 from unickpt.plugins.observe.fitting import Draft, NumberExpr, Term, all_axes
 from unickpt.plugins.observe.regular_blocks import Irregular
 
@@ -306,7 +306,7 @@ class _AxisNames:
             sizes[self._names[id(leaf)]] = leaf.extent
 
 
-def _leaves(items: Sequence[Item]) -> list[Axis]:
+def _leaves(items: Sequence[Item]) -> list[ItemAxis]:
     return [leaf for axis in axes_in(items) for leaf in axis.leaves()]
 
 

@@ -13,7 +13,7 @@ from unickpt import Rules
 from unickpt.errors import LoadMismatch, RuleError
 from unickpt.extend import Array, DType, ObservedReport, dtype_kind, dtype_name
 from unickpt.plugins.observe.agreement import names_of, same, step, taken_apart, through, wrong_with
-from unickpt.plugins.observe.components import Input, Misfit, drafts
+from unickpt.plugins.observe.components import ComponentMisfit, Input, drafts
 from unickpt.plugins.observe.converters import Converter, Example
 from unickpt.plugins.observe.element_codes import NamesDiffer, Traced, Tracer, bits_of, check_names
 from unickpt.plugins.observe.fitting import Draft, Term
@@ -56,7 +56,7 @@ def rules_of(seen: Seen, title: str, *, strict: bool) -> Rules:
     Raises:
         RuleError: names the first array that no rule makes.
     """
-    rules = _Writer(seen, title).rules()
+    rules = _RuleWriter(seen, title).rules()
     if strict and seen.refused:
         first, why = next(iter(seen.refused.items()))
         more = f" (and {len(seen.refused) - 1} more arrays)" if len(seen.refused) > 1 else ""
@@ -68,7 +68,7 @@ def rules_of(seen: Seen, title: str, *, strict: bool) -> Rules:
 
 
 @dataclass(frozen=True)
-class Values:
+class ProbeValues:
     """The leaves of a converter's argument and result that are no arrays, by name."""
 
     taken: tuple[str, ...] = ()
@@ -99,7 +99,7 @@ class Seen:
     refused: dict[str, str]
     runs: int
     together: Callable[[str], str] | None = None
-    values: Values = field(default_factory=lambda: Values())
+    values: ProbeValues = field(default_factory=lambda: ProbeValues())
 
 
 def observed(converter: Callable[..., dict[str, Array]], example: Example, title: str) -> Seen:
@@ -129,7 +129,7 @@ def observed(converter: Callable[..., dict[str, Array]], example: Example, title
         for name, value in plain_values.items()
         if name in returned_values and returned_values[name] == value
     ]
-    seen.values = Values(tuple(plain_values), tuple(returned_values), tuple(unchanged_names))
+    seen.values = ProbeValues(tuple(plain_values), tuple(returned_values), tuple(unchanged_names))
     return seen
 
 
@@ -176,7 +176,7 @@ def _test(converter: Callable[..., dict[str, Array]], example: Example, seen: Se
                 seen.refused[output.name] = why
 
 
-class _Writer:
+class _RuleWriter:
     """Writes the rules of what was seen.
 
     Arguments:
@@ -209,7 +209,7 @@ class _Writer:
         all_drafts = list(drafts(inputs, of_inputs, self._seen.together))
         _tell_apart([draft for draft in all_drafts if isinstance(draft, Draft)])
         for draft in all_drafts:
-            if isinstance(draft, Misfit):
+            if isinstance(draft, ComponentMisfit):
                 self._refuse(draft.right, draft.why)
                 continue
             order = min(numbers[name] for term in draft.left for name in term.names)

@@ -14,7 +14,7 @@ _LEAST_S = 20.0
 
 
 @dataclass(frozen=True)
-class SaveCall:
+class ReportedSave:
     """A call that saved a step.
 
     Arguments:
@@ -64,7 +64,7 @@ def waited_for(step: StepFacts, line: SavedLine | None) -> float | None:
 
 def calls_of(
     step: StepFacts, line: SavedLine | None, created: datetime | None
-) -> Iterable[SaveCall]:
+) -> Iterable[ReportedSave]:
     """The call that saved a step, if it is known when it was made, and what it cost.
 
     Arguments:
@@ -78,16 +78,16 @@ def calls_of(
     if line is not None:
         yield call_told(line, waited)
     elif created is not None and step.durations is not None:
-        yield SaveCall(created.timestamp() - step.durations.merged, waited, False)
+        yield ReportedSave(created.timestamp() - step.durations.merged, waited, False)
 
 
-def call_told(line: SavedLine, waited: float | None = None) -> SaveCall:
+def call_told(line: SavedLine, waited: float | None = None) -> ReportedSave:
     """The call that a line of metrics tells of."""
     called_at = line.time.timestamp() - line.seconds
-    return SaveCall(called_at, line.blocked_s if waited is None else waited, True)
+    return ReportedSave(called_at, line.blocked_s if waited is None else waited, True)
 
 
-def loop_cost(calls: Sequence[SaveCall], *, is_least: bool) -> LoopCost | None:
+def loop_cost(calls: Sequence[ReportedSave], *, is_least: bool) -> LoopCost | None:
     """What the saves of a run cost; None if they are too few, or too close to each other for what
     is known of their times.
 

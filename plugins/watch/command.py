@@ -17,7 +17,7 @@ from rich.text import Text
 from unickpt.extend import first_few, size_text
 from unickpt.extend import terminal_output as terminal
 from unickpt.extend import terminal_tables as tables
-from unickpt.plugins.watch.watching import FAILED, Committed, Look, UnderWay, Watch
+from unickpt.plugins.watch.watching import FAILED, CommittedStep, Look, UnderWay, Watch
 
 app = terminal.command_app()
 _SHARE = 10
@@ -88,7 +88,7 @@ def _add(table: Table, row: list[str], style: str) -> None:
     table.add_row(*(Text(terminal.clean(text), style) for text in row))
 
 
-def _committed_row(checkpoint: Committed) -> list[str]:
+def _committed_row(checkpoint: CommittedStep) -> list[str]:
     if checkpoint.error:
         return [checkpoint.name, "cannot be opened", "", "", "", "", checkpoint.error]
     seconds = checkpoint.seconds

@@ -39,7 +39,7 @@ FAILED = "failed"
 
 
 @dataclass(frozen=True)
-class Committed:
+class CommittedStep:
     """A checkpoint that exists.
 
     Arguments:
@@ -88,7 +88,7 @@ class UnderWay:
 class Look:
     """What a look at a run found; the newest checkpoints, in natural order."""
 
-    committed: Sequence[Committed]
+    committed: Sequence[CommittedStep]
     under_way: Sequence[UnderWay]
 
 
@@ -109,7 +109,7 @@ class Watch:
     most: int = 8
     clock: Callable[[], float] = time.monotonic
     _location: Location = field(init=False)
-    _opened: dict[str, tuple[str, Committed]] = field(default_factory=dict)
+    _opened: dict[str, tuple[str, CommittedStep]] = field(default_factory=dict)
     _signs: dict[tuple[str, str], tuple[UnderWay, float]] = field(default_factory=dict)
     """What was found of each attempt, and since when it has not changed."""
 
@@ -144,7 +144,7 @@ class Watch:
         except CheckpointNotFound:
             return {}  # the first save will make it
 
-    def _committed(self, listed: Listed) -> Committed:
+    def _committed(self, listed: Listed) -> CommittedStep:
         """The facts of a checkpoint; read again only if it was replaced."""
         version = version_at(resolve_path(listed.path))
         cached_entry = self._opened.get(listed.name)
@@ -153,7 +153,7 @@ class Watch:
         try:
             facts = _opened(listed)
         except UnickptError as error:
-            return Committed(listed.name, error=str(error))
+            return CommittedStep(listed.name, error=str(error))
         if version is not None:
             self._opened[listed.name] = version.digest, facts
         return facts
@@ -194,10 +194,10 @@ def _attempts(location: Location, context: ts.Context) -> dict[str, set[str]]:
     }
 
 
-def _opened(listed: Listed) -> Committed:
+def _opened(listed: Listed) -> CommittedStep:
     checkpoint = opened_checkpoint(listed.path)
     timing = checkpoint.timing
-    return Committed(
+    return CommittedStep(
         listed.name,
         checkpoint.index.created,
         checkpoint.nbytes,

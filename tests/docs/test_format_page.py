@@ -93,7 +93,7 @@ def entry_of(body: dict[str, Any]) -> ArrayEntry:
         body["layout"] = 0
     layouts = [Layout(mesh, dims)]
     name = body.pop("name")
-    shared = index_json._Shared(layouts, [])
+    shared = index_json._SharedParts(layouts, [])
     return index_json._array(
         name, tree_json.typed(body, index_json._ArrayBody, name), shared, False
     )
@@ -132,7 +132,7 @@ def test_the_patched_chunk_of_the_format() -> None:
     chunk = full.copy()
     chunk[[1, 4]] = 14, 12
     stored = bytes.fromhex("".join(code(row[0])[0] for row in table("patched")))
-    of = patches.State(codec.digest(full))
+    of = patches.PatchedState(codec.digest(full))
     assert patches.encode(full, chunk, of, 1, 100) == stored
     patches.apply(stored, full)
     assert np.array_equal(full, chunk)

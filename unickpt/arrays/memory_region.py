@@ -54,7 +54,7 @@ class MemoryRegion(NamedTuple):
 
     def as_bytes(self) -> Array:
         """The bytes of the elements; not to be read."""
-        return np.asarray(_Memory(self))
+        return np.asarray(_MemoryView(self))
 
     def within(self, memory: Array, start: int, dtype: np.dtype[Any]) -> Array:
         """The elements in a copy of the memory that begins at an address.
@@ -75,7 +75,7 @@ def share(first: Array, second: Array) -> bool:
         return False
 
 
-class _Memory:
+class _MemoryView:
     """What NumPy asks for to make an array; it does not read the memory."""
 
     def __init__(self, region: MemoryRegion) -> None:

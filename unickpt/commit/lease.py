@@ -78,7 +78,7 @@ class Lease:
             "program": _PROGRAM,
             "session": secrets.token_hex(8),
         }
-        self._lease: _Lock | _Claim | None = None
+        self._lease: _Lock | _LeaseObject | None = None
         self._changing = threading.RLock()  # saves, removals and the end of a run are threads
         self._settled_at = 0.0
 
@@ -97,7 +97,7 @@ class Lease:
                 if self._lease is not None and self._lease.is_valid():
                     return False
                 self.give_back()
-                kind = _Lock if self._location.is_local else _Claim
+                kind = _Lock if self._location.is_local else _LeaseObject
                 lease = kind(self._location, self._holder, self._use)
                 if lease.take():
                     self._settled_at = time.monotonic() + _SETTLES_S
@@ -189,7 +189,7 @@ class _Lock(FileLock):
         """Does nothing: no job can take over a lock, and the commit fails if the folder is gone."""
 
 
-class _Claim:
+class _LeaseObject:
     """An object that its job keeps renewing."""
 
     def __init__(self, location: Location, holder: dict[str, object], use: Use) -> None:

@@ -187,7 +187,7 @@ class _ListedChunks:
         self.files, self.inline = list[tuple[int, str]](), list[bytes]()
         self.bases: dict[BaseEntry, int] = {}
         self._nbytes = 0
-        positions, start = _Positions(index), 0
+        positions, start = _RowNumbers(index), 0
         for process, record in records:
             rows = slice(start, start + len(record.chunks))
             start = rows.stop
@@ -257,7 +257,7 @@ class _ListedChunks:
             self._nbytes += len(record.inline)
 
 
-class _Positions:
+class _RowNumbers:
     """The rows of chunks in the digest table.
 
     Arguments:

@@ -224,7 +224,7 @@ class _Target:
     chunk_shape: tuple[int, ...] | None = None
     single: int | None = None
 
-    def grid(self, pieces: Sequence[Intervals]) -> _Grid:
+    def grid(self, pieces: Sequence[Intervals]) -> _AxisCuts:
         """The grid that has a line on every boundary of the intervals, if there is one."""
         extents = [max((b - a for a, b in intervals), default=1) for intervals in pieces]
         units = [
@@ -247,14 +247,14 @@ class _Target:
                     cut.append(dim)
                 else:
                     chunk[dim] = divisor
-        return _Grid(tuple(chunk), tuple(cut), self.itemsize * math.prod(chunk))
+        return _AxisCuts(tuple(chunk), tuple(cut), self.itemsize * math.prod(chunk))
 
     def near(self, nbytes: float) -> _Target:
         """The same with chunks of about this many bytes, if that is less."""
         return replace(self, chunk_bytes=max(1, min(self.chunk_bytes, int(nbytes))))
 
 
-class _Grid(NamedTuple):
+class _AxisCuts(NamedTuple):
     """The extents of a chunk, the dimensions along which there are parts, and a chunk's bytes."""
 
     chunk: tuple[int, ...]
@@ -300,7 +300,7 @@ def chunk_grid(
 
 def _for_replicas(
     target: _Target, pieces: Sequence[Intervals], process_pieces: Sequence[Intervals], replicas: int
-) -> _Grid:
+) -> _AxisCuts:
     """A grid whose chunks can be shared out evenly to the processes that hold the same box.
 
     Arguments:
@@ -314,7 +314,7 @@ def _for_replicas(
     if replicas == 1 or target.chunk_shape is not None or not size:
         return target.grid(pieces)
 
-    def busiest(grid: _Grid) -> float:
+    def busiest(grid: _AxisCuts) -> float:
         count = math.prod(-(-n // c) for n, c in zip(extents, grid.chunk, strict=True))
         return -(-count // replicas) * grid.nbytes * replicas / size
 

@@ -131,7 +131,7 @@ def held_by(
         context: for the storage of the base.
     """
     try:
-        parts = _Parts(base)
+        parts = _HeldParts(base)
         base_paths = {path: _path_in(parts, base, chunks) for path, chunks in linked.items()}
         paths = {path: base_path for path, base_path in base_paths.items() if base_path is not None}
         lost = _incomplete(base, {p: linked[p] for p in paths}, paths, context)
@@ -142,7 +142,7 @@ def held_by(
     return HeldFiles(base, {path: linked[path] for path in paths}, paths)
 
 
-class _Parts:
+class _HeldParts:
     """The digests of the chunks of a checkpoint, by arrays and parts."""
 
     def __init__(self, reader: OcdbtReader) -> None:
@@ -167,7 +167,7 @@ def _kind(entry: ArrayEntry) -> object:
     return entry.shape, entry.dtype, entry.encoding or None
 
 
-def _path_in(parts: _Parts, base: OcdbtReader, chunks: Sequence[LinkedChunk]) -> str | None:
+def _path_in(parts: _HeldParts, base: OcdbtReader, chunks: Sequence[LinkedChunk]) -> str | None:
     """Where the base has the file with these chunks; None if it lacks one of them there."""
     paths = set[str]()
     for chunk in chunks:

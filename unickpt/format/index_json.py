@@ -148,7 +148,7 @@ class _IndexBody(msgspec.Struct):
     extra: dict[str, Any] = {}
 
 
-class _Shared(NamedTuple):
+class _SharedParts(NamedTuple):
     """What arrays refer to by number."""
 
     layouts: list[Layout]
@@ -450,7 +450,7 @@ def _decode(body: dict[str, Any], stored: msgspec.Raw, partial: bool) -> Index:
         raise BadJSON(f"it names {processes} processes")
     meshes = [_mesh(mesh) for mesh in members.meshes]
     layouts = [_layout(layout, members.meshes) for layout in members.layouts]
-    shared = _Shared(layouts, [codecs.from_json(codec) for codec in members.codecs])
+    shared = _SharedParts(layouts, [codecs.from_json(codec) for codec in members.codecs])
     arrays = _arrays(tree_json.members(stored, "index: 'arrays'"), shared, partial)
     for alias, target in members.aliases.items():
         if not isinstance(target, str) or target not in arrays:
@@ -589,7 +589,7 @@ def _layout_on(mesh: _MeshBody, dims: tuple[tuple[str, ...], ...]) -> Layout:
 
 
 def _arrays(
-    stored: Mapping[str, msgspec.Raw], shared: _Shared, partial: bool
+    stored: Mapping[str, msgspec.Raw], shared: _SharedParts, partial: bool
 ) -> dict[str, ArrayEntry]:
     """The entries of all arrays; what is stored alike for many, as for layers of a model, is
     checked once."""
@@ -609,7 +609,7 @@ def _arrays(
     return arrays
 
 
-def _array(name: str, body: _ArrayBody, shared: _Shared, partial: bool) -> ArrayEntry:
+def _array(name: str, body: _ArrayBody, shared: _SharedParts, partial: bool) -> ArrayEntry:
     shape, chunk = body.shape, body.chunk
     try:
         itemsize = dtypes.from_name(body.dtype).itemsize

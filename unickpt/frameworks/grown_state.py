@@ -36,7 +36,7 @@ def with_grown(state: Any, name: str, stored: StoredTree, make: MakeArray | None
     """
     if not any(map(_may_grow, _members(state))) and not _may_grow_itself(state):
         return state
-    return _Growth(stored, make).grown(state, stored.at(name), is_whole=True)
+    return _GrownLeaves(stored, make).grown(state, stored.at(name), is_whole=True)
 
 
 def first_array(value: Any, is_array: Callable[[Any], bool]) -> Any:
@@ -46,7 +46,7 @@ def first_array(value: Any, is_array: Callable[[Any], bool]) -> Any:
     return next((x for v in _members(value) if (x := first_array(v, is_array)) is not None), None)
 
 
-class _Growth:
+class _GrownLeaves:
     def __init__(self, stored: StoredTree, make: MakeArray | None) -> None:
         self._stored, self._make = stored, make
 

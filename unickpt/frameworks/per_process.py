@@ -32,7 +32,7 @@ from unickpt.frameworks.leaves import (
 )
 from unickpt.frameworks.process_group import Group, alone
 from unickpt.frameworks.protocol import Adapter, StoredTree
-from unickpt.frameworks.sections import Encoded, Joined, LazyMapping, Malformed
+from unickpt.frameworks.sections import EncodedValue, Joined, LazyMapping, Malformed
 from unickpt.quoting import quoted
 from unickpt.trees import tree, tree_json
 
@@ -56,28 +56,28 @@ def blob_key(name: str, process: int) -> str:
     return f"{name}/process_{process:05d}" if name else f"process_{process:05d}"
 
 
-def encode(value: Any, adapters: Sequence[Adapter]) -> Encoded:
+def encode(value: Any, adapters: Sequence[Adapter]) -> EncodedValue:
     """A value of one process as bytes.
 
     Raises:
         UnsupportedLeaf: names what cannot be stored.
         TypeError: an array is not on the host of this process alone.
     """
-    if isinstance(value, Encoded):
+    if isinstance(value, EncodedValue):
         return value
     if value is NOTHING:
-        return Encoded(b"")
+        return EncodedValue(b"")
     group = alone()
     if isinstance(value, Sections):
         _check_section_keys(value.values)
         parts = {
-            tree.plain_key(key): _Part.from_value(section, adapters, group).binary()
+            tree.plain_key(key): _ValuePart.from_value(section, adapters, group).binary()
             for key, section in value.values.items()
         }
         return sections.join(parts, _facts(value.facts))
-    part = _Part.from_value(value, adapters, group)
+    part = _ValuePart.from_value(value, adapters, group)
     if part.nbytes < _BINARY_LEAST:
-        return Encoded(part.json())
+        return EncodedValue(part.json())
     return sections.join({"": part.binary()}, None)
 
 
@@ -96,7 +96,7 @@ def _facts(facts: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 @dataclass(frozen=True)
-class _Part:
+class _ValuePart:
     """The tree of a value or a section, taken apart.
 
     Arguments:
@@ -112,7 +112,7 @@ class _Part:
     data: Mapping[str, Sequence[memoryview]]
 
     @classmethod
-    def from_value(cls, value: Any, adapters: Sequence[Adapter], group: Group) -> _Part:
+    def from_value(cls, value: Any, adapters: Sequence[Adapter], group: Group) -> _ValuePart:
         root = tree.flatten(
             value,
             lambda x: _is_leaf(x, adapters) or _is_long_list(x) or isinstance(x, Joined),

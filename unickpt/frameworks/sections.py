@@ -28,7 +28,7 @@ class Malformed(ValueError):
 
 
 @dataclass(frozen=True)
-class Encoded:
+class EncodedValue:
     """The bytes of a process's value.
 
     Arguments:
@@ -83,7 +83,7 @@ def padding(size: int) -> int:
 def join(
     sections: Mapping[str, tuple[bytes, Sequence[Sequence[memoryview]]]],
     facts: Mapping[str, Any] | None,
-) -> Encoded:
+) -> EncodedValue:
     """The value of these sections, copied once.
 
     Arguments:
@@ -107,7 +107,7 @@ def join(
             offset += len(piece)
         row[3] = f"{xxhash.xxh3_64_intdigest(data[start:offset]):016x}"
     data[:size] = _json(head).ljust(size)
-    return Encoded(data, size)
+    return EncodedValue(data, size)
 
 
 def _padded(text: bytes, arrays: Sequence[Sequence[memoryview]]) -> list[bytes | memoryview]:

@@ -25,11 +25,11 @@ from unickpt.frameworks.protocol import Adapter, ArrayTarget, StoredTree
 from unickpt.loading.overlaps import Overlaps
 from unickpt.loading.report import LoadReport, untyped
 from unickpt.loading.request import (
+    LeafSelection,
     LoadRequest,
     LoadRules,
     Patterns,
     Policy,
-    Selection,
     check_rules,
     compare,
     is_number,
@@ -210,7 +210,7 @@ def load(
         _chosen("unexpected", unexpected, "skip") or not strict,
         _chosen("mismatched", mismatched, "keep"),
         cast,
-        Selection.of(only, skip),
+        LeafSelection.of(only, skip),
     )
     loading = _Loading(
         rules,
@@ -446,11 +446,11 @@ class _SavedValues(Sequence[Any]):
 def _own_value(
     view: View, name: str, like: PerProcess, group: Any, among: Sequence[Adapter]
 ) -> PerProcess:
-    from unickpt.frameworks.sections import Encoded
+    from unickpt.frameworks.sections import EncodedValue
 
     count = len(view.index.per_process[name].blobs)
     if like.redistribute is not None and (
-        count != group.count or isinstance(like.value, Sections | Encoded)
+        count != group.count or isinstance(like.value, Sections | EncodedValue)
     ):
         saved = _SavedValues(view, name, among)
         try:

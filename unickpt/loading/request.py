@@ -30,7 +30,7 @@ Patterns = str | Sequence[str]
 
 
 @dataclass(frozen=True)
-class Selection:
+class LeafSelection:
     """The leaves that match one of the patterns of `only`, and none of those of `skip`.
 
     Arguments:
@@ -42,7 +42,7 @@ class Selection:
     skip: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, only: Patterns | None, skip: Patterns) -> Selection:
+    def of(cls, only: Patterns | None, skip: Patterns) -> LeafSelection:
         """From the arguments of `load`.
 
         Raises:
@@ -120,7 +120,7 @@ def _of_the_wrong_side(
     )
 
 
-ALL = Selection()
+ALL = LeafSelection()
 
 
 def _patterns(argument: str, option: Patterns) -> tuple[str, ...]:
@@ -158,7 +158,7 @@ class LoadRequest(NamedTuple):
         like: Any,
         among: Sequence[Adapter],
         stored_tree: Callable[[], StoredTree],
-        selection: Selection = ALL,
+        selection: LeafSelection = ALL,
     ) -> LoadRequest:
         """The leaves of a tree.
 
@@ -224,7 +224,7 @@ class Policy(NamedTuple):
     skip_unexpected: bool = False
     keep_mismatched: bool = False
     cast: bool = False
-    selection: Selection = ALL
+    selection: LeafSelection = ALL
 
     @property
     def is_strict(self) -> bool:

@@ -130,7 +130,7 @@ def read_arrays(
     try:
         # To start a thread for one piece of work takes as long as to read a megabyte.
         if whole and not other_jobs and reader is None and (is_small or len(whole) == 1):
-            batch = _Batch(stored, whole, sum(sizes), options.verify)
+            batch = _ReadBatch(stored, whole, sum(sizes), options.verify)
             with files_kept_open():
                 for index in stored.read(batch.requests) if batch.requests else ():
                     raise mismatch(stored, batch.requests[index])
@@ -190,7 +190,7 @@ class Filled:
             self._progress(self._done + sum(self._parts.values()), self._total)
 
 
-class _Batch:
+class _ReadBatch:
     """Arrays that are read whole, each of them one chunk: their memory, and what is read.
 
     Arguments:
@@ -294,7 +294,7 @@ class _Reads:
     def _start_whole(self, jobs: Sequence[StoredJob], nbytes: int) -> Sequence[Job]:
         """As `_start`, for a batch on one thread; returns those that have to be read otherwise."""
         self._window.make_room(nbytes)
-        batch = _Batch(self._stored, jobs, nbytes, self._planner.verify)
+        batch = _ReadBatch(self._stored, jobs, nbytes, self._planner.verify)
         ended = self._reader.submit_requests(batch.requests)
 
         def finish() -> None:

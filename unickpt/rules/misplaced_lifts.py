@@ -16,7 +16,7 @@ _MOST_NAMES = 20_000  # that are compared with the patterns of lifts
 
 
 @dataclass
-class _Place:
+class _LiftPlace:
     """Names that the lifts of one file would match under another prefix.
 
     Arguments:
@@ -63,20 +63,20 @@ def misplaced_lifts(
 
 def _places(
     rules: Sequence[Rule], candidates: Sequence[Family], names: Sequence[str], is_left: bool
-) -> list[_Place]:
+) -> list[_LiftPlace]:
     matched = {
         family.rule.position
         for family in candidates
         if family.rule.lifted and any(family.names_there() if is_left else family.names_asked())
     }
-    places: dict[tuple[str, str, str], _Place] = {}
+    places: dict[tuple[str, str, str], _LiftPlace] = {}
     for rule in rules if names else ():
         if not rule.lifted or rule.position in matched:
             continue
         side = rule.left if is_left else rule.right
         for name, prefix, other in _elsewhere(side, names) if isinstance(side, tuple) else ():
             key = rule.position.file, prefix, other
-            places.setdefault(key, _Place(rule, prefix, other)).names[name] = None
+            places.setdefault(key, _LiftPlace(rule, prefix, other)).names[name] = None
     return list(places.values())
 
 
@@ -105,7 +105,7 @@ def _other_prefix(pattern: Pattern, name: str) -> tuple[str, str] | None:
 
 
 def _shared_names(
-    place: _Place, shared: Sequence[SharedState], names: Collection[str], is_left: bool
+    place: _LiftPlace, shared: Sequence[SharedState], names: Collection[str], is_left: bool
 ) -> Iterator[str]:
     """The names of what all parameters share, such as a step count, under the other prefix."""
     for lift in shared:
@@ -116,7 +116,7 @@ def _shared_names(
                 yield name
 
 
-def _text(place: _Place, is_left: bool) -> str:
+def _text(place: _LiftPlace, is_left: bool) -> str:
     expected = f"names under {place.prefix!r}" if place.prefix else "names without a prefix"
     verb = "are" if len(place.names) > 1 else "is"
     return (

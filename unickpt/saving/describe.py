@@ -26,7 +26,7 @@ from unickpt.trees import tree, tree_json
 
 if TYPE_CHECKING:
     from unickpt.format.encoders import EncodingPolicy
-    from unickpt.frameworks.sections import Encoded
+    from unickpt.frameworks.sections import EncodedValue
     from unickpt.references.policy import Skipped
     from unickpt.write_filter import ArrayUnits, Selection, Unit, WriteFilter
 
@@ -47,7 +47,7 @@ class Description:
 
     index: Index
     sources: Mapping[str, ArraySource]
-    blobs: Mapping[str, Encoded]
+    blobs: Mapping[str, EncodedValue]
     units: Mapping[str, ArrayUnits] = field(default_factory=dict)
     selection: Selection | None = None
     skipped: Skipped | None = None
@@ -126,7 +126,7 @@ class _Leaves:
         self.sources: dict[str, ArraySource] = {}
         self.aliases: dict[str, str] = {}
         self.plain: dict[str, tree_json.Plain] = {}
-        self.blobs: dict[str, Encoded] = {}
+        self.blobs: dict[str, EncodedValue] = {}
         self.units: dict[str, ArrayUnits] = {}
         self.encoders: dict[str, codecs.Codec] = {}
         self.bad: list[str] = []

@@ -40,7 +40,7 @@ from unickpt.trees.tree import Skeleton, leaves_of, skeleton
 
 if TYPE_CHECKING:
     from unickpt.frameworks.members import Members
-    from unickpt.frameworks.sections import Encoded
+    from unickpt.frameworks.sections import EncodedValue
     from unickpt.write_filter import Unit, Units, WriteFilter
 
 _PLAIN = {int, float, bool, str, bytes, type(None)}
@@ -283,7 +283,7 @@ class SameTree:
                 can be chosen.
         """
         plain: dict[str, tree_json.Plain] = {}
-        blobs: dict[str, Encoded] = {}
+        blobs: dict[str, EncodedValue] = {}
         bad: list[str] = []
         for number, name in self.plan.names.items():
             value = self._values[number]

@@ -66,7 +66,7 @@ class SnapshotPolicy:
     ) -> None:
         self._mode, self._budget, self._owners = options.staging, budget_bytes, owners
         self._deferred: dict[Fragment, Fragment | None] = {}
-        self._written = _Written(sources)
+        self._written = _WrittenMemory(sources)
         self._reads: dict[Memory, Read] = {}
         self.methods: dict[Fragment, SnapshotMethod] = {}
         """How each fragment that `keep` returned is kept."""
@@ -167,7 +167,7 @@ class SnapshotPolicy:
         return lazy and self._owners is not None and memory.owner in self._owners
 
 
-class _Written:
+class _WrittenMemory:
     """The host memory of arrays that their owners may write to.
 
     Arguments:

@@ -279,11 +279,11 @@ def test_a_damaged_header_is_not_the_end_of_a_tar_file(tmp_path: Path) -> None:
 # --- decompression --------------------------------------------------------------------------------
 
 
-def in_memory(data: bytes) -> archives.Part:
+def in_memory(data: bytes) -> archives.ArchivePart:
     def read_into(offset: int, out: memoryview) -> None:
         out[:] = data[offset : offset + len(out)]
 
-    return archives.Part(len(data), read_into)
+    return archives.ArchivePart(len(data), read_into)
 
 
 def test_any_place_of_what_is_compressed_is_read(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -261,7 +261,7 @@ def test_an_export_that_seemed_dead_and_was_replaced_gives_up(
 ) -> None:
     monkeypatch.setattr(lease, "_EXPIRES_S", 0.2)
     monkeypatch.setattr(lease, "_RENEW_S", 0.1)
-    monkeypatch.setattr(lease._Claim, "_renew", lambda self: None)  # as of a stopped process
+    monkeypatch.setattr(lease._LeaseObject, "_renew", lambda self: None)  # as of a stopped process
     sources(tmp_path)
     complete, at = export_job.ExportJob._complete, f"memory://{tmp_path.name}/y"
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from unickpt.arrays import dtypes
 from unickpt.plugins.incremental import patches
-from unickpt.plugins.incremental.patches import BadPatch, State
+from unickpt.plugins.incremental.patches import BadPatch, PatchedState
 
 HEADER = 20
 DTYPES = [*dtypes.supported(), "datetime64[s]"]
@@ -52,10 +52,10 @@ def test_a_patch_makes_the_chunk_bit_by_bit(
     else:
         rows[which] = rng.integers(0, 256, (int(which.sum()), dtype.itemsize), np.uint8)
     old, new = full.view(dtype), chunk.view(dtype)
-    patch = patches.encode(old, new, State(77, 2), 4, 1 << 40)
+    patch = patches.encode(old, new, PatchedState(77, 2), 4, 1 << 40)
     assert patch is not None
-    assert patches.state_of(patch) == State(77, 4)
-    assert patches.encode(old, new, State(77, 2), 4, len(patch) - 1) is None
+    assert patches.state_of(patch) == PatchedState(77, 4)
+    assert patches.encode(old, new, PatchedState(77, 2), 4, len(patch) - 1) is None
     assert len(patch) <= HEADER + 4 * 20 + 4 * size + chunk.nbytes
     out = old.copy()
     patches.apply(patch, out)
@@ -73,7 +73,7 @@ def test_a_patch_takes_little_more_than_information_theory_asks_for(
     bits = old.view(np.uint16).copy()
     which = rng.random(bits.size) < share
     bits[which] += np.where(rng.random(int(which.sum())) < 0.5, 1, 0xFFFF).astype(np.uint16)
-    patch = patches.encode(old, bits.view(old.dtype), State(1), 1, old.nbytes)
+    patch = patches.encode(old, bits.view(old.dtype), PatchedState(1), 1, old.nbytes)
     assert patch is not None
     least = share + sum(-p * np.log2(p) for p in (share, 1 - share) if p)  # bits of an element
     assert least / 16 < len(patch) / old.nbytes < most
@@ -88,7 +88,7 @@ def test_rows_take_their_bytes_and_hardly_more() -> None:
     new = old.copy()
     changed = rng.random(4096) < 0.01
     new[changed] = rng.integers(0, 256, (int(changed.sum()), 264), np.uint8)
-    patch = patches.encode(old, new, State(1), 1, old.nbytes)
+    patch = patches.encode(old, new, PatchedState(1), 1, old.nbytes)
     assert patch is not None
     assert len(patch) < 1.05 * new[changed].nbytes
 
@@ -98,7 +98,7 @@ def test_the_signs_of_zeros_and_the_bits_of_nans_count() -> None:
     chunk = full.copy()
     chunk[1] = -0.0
     chunk.view(np.uint32)[2] ^= 1
-    patch = patches.encode(full, chunk, State(1), 1, 1000)
+    patch = patches.encode(full, chunk, PatchedState(1), 1, 1000)
     assert patch is not None
     patches.apply(patch, full)
     assert full.tobytes() == chunk.tobytes()
@@ -108,7 +108,7 @@ def test_what_is_nearly_random_is_given_up_soon(monkeypatch: pytest.MonkeyPatch)
     rng = np.random.default_rng(0)
     old, new = rng.integers(0, 1 << 32, (2, 1 << 18), np.uint32)
     monkeypatch.setattr(patches, "_packed", lambda plane: pytest.fail("it was deflated"))
-    assert patches.encode(old, new, State(1), 1, old.nbytes // 2) is None
+    assert patches.encode(old, new, PatchedState(1), 1, old.nbytes // 2) is None
 
 
 def deflated(data: bytes) -> bytes:

@@ -271,7 +271,7 @@ def test_damage_is_found_and_inherited_by_no_patch(what: str, tmp_path: Path) ->
     full = np.ascontiguousarray(before["w"][4:8])
     new = np.ascontiguousarray(state["w"][4:8])
     digest = unickpt.open(tmp_path / "a").reader.digests_of("w")[1]["digest"]  # type: ignore
-    patch = patches.encode(full, new, patches.State(int(digest)), 1, CHUNK) or b""
+    patch = patches.encode(full, new, patches.PatchedState(int(digest)), 1, CHUNK) or b""
     at = {"full chunk": 500, "digest": 3, "size": 21, "gap": 40, "value": len(patch) - 3}[what]
     flip(tmp_path / "b", full.tobytes() if what == "full chunk" else patch, at)
     if what == "digest":

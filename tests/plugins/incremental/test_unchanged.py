@@ -29,7 +29,7 @@ from unickpt.format.chunk_grid import parts
 from unickpt.frameworks.protocol import ArraySource, Fragment, Memory
 from unickpt.plugins.incremental import unchanged
 from unickpt.plugins.incremental.array_samples import ArraySample
-from unickpt.plugins.incremental.unchanged import Unchanged
+from unickpt.plugins.incremental.unchanged import UnchangedArrays
 from unickpt.storage.data_files import DataFile
 
 CHUNK = 4096
@@ -88,14 +88,14 @@ def test_a_box_is_skipped_if_no_row_changed_and_no_chunk_is_due(
 ) -> None:
     start = min(bounds[0], len(changed) - 1)
     box = Box((start, 0), (min(start + bounds[1], len(changed)), 3))
-    found = Unchanged({"w": np.array(changed)}, "attempt", {"w": set(due)})
+    found = UnchangedArrays({"w": np.array(changed)}, "attempt", {"w": set(due)})
     claimed = not any(changed[box.start[0] : box.stop[0]])
     hashed = any(box.start[0] <= row < box.stop[0] for row, _ in due)
     assert found.claims("w", box) == claimed
     assert found.skips("w", box) == (claimed and not hashed)
     assert found.skips_chunk("w", box) == (claimed and box.start not in due)
     assert not found.claims("other", box)
-    assert not Unchanged({"w": None}, "attempt", {"w": None}).skips("w", box)
+    assert not UnchangedArrays({"w": None}, "attempt", {"w": None}).skips("w", box)
 
 
 def test_after_all_turns_each_chunk_was_hashed_once() -> None:

@@ -17,8 +17,8 @@ from unickpt.arrays.box import Box
 from unickpt.errors import MergeError
 from unickpt.plugins.merge import arithmetic, methods
 from unickpt.plugins.merge.arithmetic import (
+    ElementSpan,
     KthLargest,
-    Span,
     is_kept,
     merge_box,
     slerp_statistics,
@@ -257,7 +257,7 @@ def test_positions_are_those_of_the_whole_array(data: st.DataObject) -> None:
     numbers = np.arange(math.prod(shape)).reshape(shape)[box.slices].reshape(-1)
     first = data.draw(st.integers(0, box.size - 1))
     last = data.draw(st.integers(first + 1, box.size))
-    assert Span(shape, box, first, last).positions.tolist() == numbers[first:last].tolist()
+    assert ElementSpan(shape, box, first, last).positions.tolist() == numbers[first:last].tolist()
 
 
 # --- elements -------------------------------------------------------------------------------------

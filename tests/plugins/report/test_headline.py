@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from unickpt.plugins.report.headline import headline
-from unickpt.plugins.report.loop_cost import LoopCost, SaveCall, calls_of, loop_cost
+from unickpt.plugins.report.loop_cost import LoopCost, ReportedSave, calls_of, loop_cost
 from unickpt.plugins.report.metric_lines import SavedLine
 from unickpt.plugins.report.metric_series import series_of
 from unickpt.plugins.report.run_facts import Durations, RunFacts, StepFacts
@@ -105,7 +105,11 @@ def test_one_line_is_said_by_the_order_of_the_rules() -> None:
 
 
 def test_what_saving_cost_ends_where_the_last_save_begins() -> None:
-    calls = [SaveCall(130.0, 50.0, True), SaveCall(100.0, 3.0, True), SaveCall(110.0, 2.0, True)]
+    calls = [
+        ReportedSave(130.0, 50.0, True),
+        ReportedSave(100.0, 3.0, True),
+        ReportedSave(110.0, 2.0, True),
+    ]
     cost = loop_cost(calls, is_least=False)
     assert cost == LoopCost(5.0, 30.0, False)
     assert cost.share == pytest.approx(1 / 6)
@@ -113,7 +117,7 @@ def test_what_saving_cost_ends_where_the_last_save_begins() -> None:
 
 
 def test_without_lines_moments_are_known_to_the_second_and_need_more_of_them() -> None:
-    def calls(*numbers: int) -> list[SaveCall]:
+    def calls(*numbers: int) -> list[ReportedSave]:
         return [
             call
             for number in numbers
@@ -124,7 +128,7 @@ def test_without_lines_moments_are_known_to_the_second_and_need_more_of_them() -
     assert first.asked == datetime(2026, 11, 25, tzinfo=UTC).timestamp(), "11 s before the merge"
     assert (first.waited, first.is_told) == (0.5, False)
     assert loop_cost(calls(0, 2, 4), is_least=True) == LoopCost(1.0, 240.0, True)
-    close = [SaveCall(0.0, 0.1, False), SaveCall(19.0, 0.1, False)]
+    close = [ReportedSave(0.0, 0.1, False), ReportedSave(19.0, 0.1, False)]
     assert loop_cost(close, is_least=True) is None
 
 
