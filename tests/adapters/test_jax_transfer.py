@@ -264,7 +264,7 @@ from unickpt.adapters import jax as jax_adapter, jax_transfer
 
 jax_adapter._on_cpu = lambda sharding: False
 moved = []
-real = jax_transfer._Arriving.of.__func__
+real = jax_transfer._Arriving.start.__func__
 
 
 def counted(cls, parts, shardings, *, passing=False):
@@ -273,7 +273,7 @@ def counted(cls, parts, shardings, *, passing=False):
     return found
 
 
-jax_transfer._Arriving.of = classmethod(counted)
+jax_transfer._Arriving.start = classmethod(counted)
 mesh = Mesh(np.array(jax.devices()).reshape(2, 2), ("a", "b"))
 specs = {"rows": P("a"), "columns": P(None, "b"), "both": P("a", "b"), "all": P()}
 state = {
