@@ -45,7 +45,7 @@ class FilePart:
         Example:
             >>> leaf = Leaf("", 3)
             >>> node = Node("dict", ("step",), (leaf,), tuple)
-            >>> Part.of(Index(None, {}), node).index.values
+            >>> FilePart.of(Index(None, {}), node).index.values
             {'step': 3}
         """
         structure = tree_to_json(node)

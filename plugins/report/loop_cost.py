@@ -96,7 +96,8 @@ def loop_cost(calls: Sequence[ReportedSave], *, is_least: bool) -> LoopCost | No
         is_least: whether there may have been others.
 
     Example:
-        >>> calls = [SaveCall(0.0, 1.0, True), SaveCall(50.0, 2.0, True), SaveCall(100.0, 9, True)]
+        >>> times = (0.0, 1.0), (50.0, 2.0), (100.0, 9)
+        >>> calls = [ReportedSave(asked, waited, True) for asked, waited in times]
         >>> loop_cost(calls, is_least=False).share
         0.03
     """
