@@ -132,3 +132,44 @@ def test_threads_of_one_run_take_its_lease_once(
         assert sorted(future.result() for future in taken) == [False, True]
     lease.give_back()
     assert holder(paths.resolve(str(tmp_path / "run"))) is None
+
+
+WHILE_SAVING = """
+import os, signal, sys, threading, time, warnings, numpy as np, unickpt
+from unickpt.commit.lease import Lease
+warnings.filterwarnings("ignore")
+run = unickpt.Checkpointer(sys.argv[1])
+run.save(1, {"w": np.ones(3)}).result()
+lease, may_end = run._steps.first.lease, threading.Event()
+
+def hold():  # as a thread that begins a save, and takes the lease
+    with run._queue.beginning, lease._changing:
+        holding.set()
+        may_end.wait(30)
+
+holding = threading.Event()
+threading.Thread(target=hold).start()
+holding.wait()
+child = os.fork()
+if not child:
+    signal.alarm(20)
+    try:
+        run.save(2, {"w": 1})
+    except unickpt.errors.ForkedProcess as error:
+        print("refused:", error, flush=True)
+    lease.give_back()  # as at the child's exit
+    os._exit(0)
+assert os.waitpid(child, 0)[1] == 0
+may_end.set()
+run.save(2, {"w": np.ones(3)})
+run.close()
+print("saved", *run.steps(), flush=True)
+"""
+
+
+def test_a_process_that_is_forked_while_a_save_begins_waits_for_nothing(
+    processes: Processes, tmp_path: Path
+) -> None:
+    (said,) = processes.finish([processes.start(WHILE_SAVING, tmp_path / "run")])
+    assert said.count("refused:") == 1
+    assert "saved 1 2" in said

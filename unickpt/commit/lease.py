@@ -126,7 +126,11 @@ class Lease:
                 raise errors.writing_failed(error, str(self._location)) from error
 
     def give_back(self) -> None:
-        """Releases the lease, so that another job can take it."""
+        """Releases the lease, so that another job can take it; does nothing in a forked process,
+        which does not hold it, and for which a thread of the parent might hold the lock for ever.
+        """
+        if os.getpid() != self._holder["process"]:
+            return
         with self._changing:
             if self._lease is not None:
                 with suppress(Exception):  # the next job waits until it expires

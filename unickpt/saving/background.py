@@ -422,7 +422,7 @@ class SaveQueue:
         Raises:
             Exception: also the error of an earlier save, if it was not raised before.
         """
-        self._check_process(f"{request.path}: ")
+        self.check_process(f"{request.path}: ")
         with self.beginning, self.following(), ExitStack() as undo:
             undo.callback(request.callbacks.ended)
             pending = self._begin(request)
@@ -519,15 +519,22 @@ class SaveQueue:
         Raises:
             ForkedProcess: they are saves of the parent process.
         """
-        self._check_process("")
+        self.check_process()
         while unfinished := self.unfinished():  # meanwhile another thread may begin one
             unfinished[0]._wait_over()
 
     def unfinished(self) -> list[PendingSave]:
         return [pending for pending in self._pending if not pending.done()]
 
-    def _check_process(self, what: str) -> None:
-        """Refuses to work in a forked process, where no thread of the parent exists."""
+    def check_process(self, what: str = "") -> None:
+        """Refuses to work in a forked process, where no thread of the parent exists.
+
+        Arguments:
+            what: begins the message.
+
+        Raises:
+            ForkedProcess: this is one.
+        """
         if os.getpid() != self._process:
             raise ForkedProcess(
                 f"{what}this Checkpointer belongs to the parent process; create one in a process "

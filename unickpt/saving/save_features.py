@@ -49,14 +49,16 @@ class SaveFeatures:
             UnsupportedLeaf: a feature cannot tell.
             ValueError: several features leave something out.
         """
-        for feature in self.all:
-            write_filter = feature.write_filter(self._attempt)
-            if write_filter is None:
-                continue
-            if self.write_filter is not None:
-                names = [feature.name for feature in self.all]
-                raise ValueError(f"only one feature of a save can leave parts out, not {names}")
-            self.write_filter, self.units = write_filter, write_filter.units
+        filters = [(feature.name, feature.write_filter(self._attempt)) for feature in self.all]
+        chosen = [(name, chooser) for name, chooser in filters if chooser is not None]
+        if len(chosen) > 1:
+            names = " and ".join(repr(name) for name, _ in chosen)
+            raise ValueError(
+                f"the features {names} would both leave parts of this save out, which only one "
+                "can; leave the other out of SaveOptions.features"
+            )
+        for _, chooser in chosen:
+            self.write_filter, self.units = chooser, chooser.units
 
     @cached_property
     def encoder(self) -> SaveEncoder | None:

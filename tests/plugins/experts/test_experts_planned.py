@@ -367,3 +367,22 @@ def test_ranks_of_torch_recognise_their_trees(processes: Processes, tmp_path: Pa
             wanted = {int(x) + 10.0 * (of[x] + 1)}
             assert set(expert["w"].flat) == set(expert["b"].flat) == wanted, (step, x)
         assert unickpt.verify(path).ok
+
+
+def test_two_features_that_leave_parts_out_are_refused(tmp_path: Path) -> None:
+    class Leaves(unickpt.extend.SaveFeature):
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def write_filter(self, attempt: str) -> PartialSave:
+            return PartialSave(ExpertKeys({"up": (0, 1)}), 0, ExpertRecord({}))
+
+    class Sees(unickpt.extend.SaveFeature):
+        name = "tracer"
+
+    features = [Leaves("first"), Sees(), Leaves("second")]
+    options = SaveOptions(fsync=False, features=features)
+    for save in (unickpt.save, unickpt.save_async):
+        with pytest.raises(ValueError, match="features 'first' and 'second' would both leave"):
+            save(tmp_path / "a", {"up": np.ones((4, 30))}, options=options)
+    assert not (tmp_path / "a").exists()
