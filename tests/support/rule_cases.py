@@ -11,9 +11,7 @@ import numpy as np
 
 from unickpt.trees import tree, tree_json
 
-_LINE = re.compile(
-    r"# (stored|makes): (.+?)(?: ((?:b?float|u?int)\d+|bool))? (?:\[([\d ]*)\]|= (-?\d+))$"
-)
+_LEAF = re.compile(r"(.+?)(?: ((?:b?float|u?int)\d+|bool))? (?:\[([\d ]*)\]|= (-?\d+))$")
 
 
 @dataclass(frozen=True)
@@ -27,16 +25,18 @@ class Case:
 
 
 def read_case(text: str) -> Case:
-    """Reads the lines `# stored: name dtype [shape]` and `# makes: name = value`."""
+    """Reads the lines `# stored: name dtype [shape], name = value` and `# makes: ...`."""
     sides: dict[str, dict[str, Any]] = {"stored": {}, "makes": {}}
     for line in text.splitlines():
-        found = _LINE.match(line)
-        if found:
-            side, name, dtype, shape, value = found.groups()
+        if not line.startswith(("# stored", "# makes")):
+            continue
+        side, _, leaves = line.removeprefix("# ").partition(": ")
+        for leaf_text in leaves.split(", "):
+            match = _LEAF.match(leaf_text)
+            assert match, line
+            name, dtype, shape, value = match.groups()
             leaf = int(value) if shape is None else (dtype or "float32", _shape(shape))
             sides[side][name] = leaf
-        else:
-            assert not line.startswith(("# stored", "# makes")), line
     return Case(text, sides["stored"], sides["makes"], "# inexact" in text)
 
 
