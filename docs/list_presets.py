@@ -1,7 +1,7 @@
 """Writes the tables of docs/presets.md: `python docs/list_presets.py`.
 
-They are made of the comments at the head of each preset: what it maps is the first sentence, and
-lines such as `# Checked: ...` are the rest.
+They come from the comments at the head of each preset: the first sentence says what it maps, and
+lines such as `# Checked: ...` fill the other columns.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ PAGE = ROOT / "docs" / "presets.md"
 BEGIN, END = "<!-- presets -->\n", "<!-- end of presets -->\n"
 
 GROUPS = {
-    "transformers-": "Flax classes of transformers, and its PyTorch classes",
-    "transformers5-": "Files on the Hub, and modules of transformers 5",
-    "maxtext-": "MaxText, and Hugging Face",
-    "litgpt-": "LitGPT, and Hugging Face",
-    "torchtitan-": "torchtitan, and Hugging Face",
+    "transformers-": "Flax and PyTorch classes of transformers",
+    "transformers5-": "Files on the Hub and modules of transformers 5",
+    "maxtext-": "MaxText and Hugging Face",
+    "litgpt-": "LitGPT and Hugging Face",
+    "torchtitan-": "torchtitan and Hugging Face",
 }
 TAG = re.compile(
     r"^# (Checked|Sizes|Sizes from the right|Sizes from the left|Not exact|Left out): (.*)$"
@@ -64,8 +64,8 @@ def tables() -> str:
                 row = " | ".join(cell or "" for cell in (f"`{name}`", maps, *cells))
                 text += f"| {row} |\n".replace("  |", " |")
         included = [f"`{name}`" for name in parts if name.startswith(prefix)]
-        text += f"\nParts that these include: {', '.join(included)}.\n\n" if included else "\n"
-    text += "## Layers, optimizers, and what systems wrote\n\n| preset | maps |\n|---|---|\n"
+        text += f"\nThese include: {', '.join(included)}.\n\n" if included else "\n"
+    text += "## Layers, optimizers and other systems\n\n| preset | maps |\n|---|---|\n"
     for name in names:
         if not name.startswith((*GROUPS,)):
             text += f"| `{name}` | {about[name][0]} |\n"

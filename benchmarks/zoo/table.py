@@ -30,16 +30,21 @@ SOURCES = {
 
 HEAD = """# The zoo
 
-Converters of other projects that `Rules.observe` has read by running them on tiny models, each
-result checked on fresh numbers in both directions, and against the source's own way back where it
-has one. `benchmarks/zoo` has a module for each source; `python -m benchmarks.zoo SOURCE` runs it,
-in the environment of that name of `tests/environments.toml`, and `python -m benchmarks.zoo.table`
-writes this page.
+`Rules.observe` ran the converters of other projects on tiny models and derived their rules. Each
+result is checked with fresh numbers in both directions, and against the project's own reverse
+converter where one exists.
 
-*Rules* are conversions that became rules as a whole, *partly* those of which some arrays cannot
-be rules, *refused* those that no rules say, *failed* those whose own code failed. *Wrong* is the
-number of elements that rules made otherwise than the converter or its inverse did. *Lines* is how
-many rules the longest of a source has.
+`python -m benchmarks.zoo SOURCE` runs one source in its environment of `tests/environments.toml`.
+`python -m benchmarks.zoo.table` writes this page.
+
+| column | content |
+|---|---|
+| rules | conversions that became rules completely |
+| partly | conversions of which some arrays cannot be rules |
+| refused | conversions that no rules express |
+| failed | conversions whose own code failed |
+| wrong | elements that the rules made differently from the converter or its inverse |
+| lines | rules of the source's longest conversion |
 """
 
 
@@ -59,9 +64,9 @@ def page(results: dict[str, list[dict[str, Any]]]) -> str:
     Arguments:
         results: the rows of each source.
     """
-    lines = [HEAD, *_totals(results), "", "## What is not rules", "", *_others(results)]
+    lines = [HEAD, *_totals(results), "", "## Not all rules", "", *_others(results)]
     if notes := sorted(FOUND.glob("[!_]*.py")):
-        lines += ["", "## What converters lose", "", *_found(notes)]
+        lines += ["", "## Bugs found in converters", "", *_found(notes)]
     if FLAX_HUB.exists():
         lines += ["", "## Flax checkpoints in transformers 5", "", *_flax_hub()]
     for source, rows in results.items():
@@ -124,9 +129,9 @@ def _flax_hub() -> list[str]:
     good = [row["name"] for row in rows if row["result"] == "equal"]
     families = {name.split("/")[0].split("-")[0] for name in good}
     lines = [
-        "A `flax_model.msgpack` of each class, converted by the observed rules and loaded by "
-        f"transformers 5: {equal} of {len(rows)} classes, of {len(families)} families, have bit "
-        "for bit what transformers 4.57's own converter makes. The others:",
+        "The observed rules converted a `flax_model.msgpack` of each class, and transformers 5 "
+        f"loaded it. {equal} of {len(rows)} classes, of {len(families)} families, are identical "
+        "to the result of transformers 4.57's own converter. The others:",
         "",
     ]
     others = [row for row in rows if row["result"] != "equal"]

@@ -43,7 +43,9 @@ def on_files(files: Files, *, config: Any) -> Files:
                 page = File.generated(config, _page_of(target), content=_shown(target))
                 page.inclusion = page.inclusion.NOT_IN_NAV
                 files.append(page)
-    config.nav = _expanded(config.nav, [file.src_uri for file in files.documentation_pages()])
+    pages = [file.src_uri for file in files.documentation_pages()]
+    hidden = set(config.not_in_nav.match_files(pages)) if config.not_in_nav else set()
+    config.nav = _expanded(config.nav, [page for page in pages if page not in hidden])
     return files
 
 

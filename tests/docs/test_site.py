@@ -111,6 +111,13 @@ def test_pages_of_files_outside_of_docs_are_shown(site: Path) -> None:
     assert ">def<" in (site / "howto" / link).read_text()
 
 
+def test_generated_rows_are_in_no_menu_and_linked(site: Path) -> None:
+    assert (site / "zoo.html").is_file()
+    assert 'href="presets.html"' in (site / "index.html").read_text()
+    assert 'href="zoo.html"' not in (site / "index.html").read_text()
+    assert 'href="zoo.html"' in (site / "presets.html").read_text()
+
+
 def test_the_search_knows_all_pages(site: Path) -> None:
     index = (site / "search" / "search_index.js").read_text()
     assert "howto/save.html#time-limits" in index
