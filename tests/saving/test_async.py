@@ -916,9 +916,9 @@ def test_memory_of_a_save_that_fails_while_it_is_staged_is_given_back(
             assert may_end.wait(30)
         return stage(fragment, box, *arguments, **named)
 
-    def keeping_area(self: Any, job: Any, area: Any, *others: Any) -> None:
+    def keeping_area(self: Any, job: Any, tree: Any, area: Any, *others: Any) -> None:
         areas.add(area)
-        init(self, job, area, *others)
+        init(self, job, tree, area, *others)
 
     init = snapshot.Snapshot.__init__
     monkeypatch.setattr(SnapshotPolicy, "_decide", decided)

@@ -20,14 +20,13 @@ from typing import Any, NoReturn
 from unickpt.errors import ForkedProcess, ProcessFailed, SaveTimeout, out_of_memory
 from unickpt.options import SaveOptions
 from unickpt.save_report import SaveReport
-from unickpt.saving.plan_cache import PlanCache, SameTree
+from unickpt.saving.plan_cache import DescribedTree, PlanCache
 from unickpt.saving.snapshot import Snapshot
 from unickpt.saving.staging_memory import Abandoned, HostMemoryPool
 from unickpt.saving.task import SaveEvent, SaveTask, call_metrics
 from unickpt.storage import paths
 from unickpt.storage.locations import Location
 from unickpt.threads import collection_paused, step_back
-from unickpt.trees import tree
 
 
 @dataclass(frozen=True)
@@ -447,20 +446,14 @@ class SaveQueue:
         previous = self._pending[-1] if self._pending else None
         waited_s = 0.0 if previous is None else previous._snapshot.wait_complete()
         with task.failing(), collection_paused():
-            same = described_tree if isinstance(described_tree, SameTree) else None
-            snapshot = Snapshot(task, self._area, request.owners, waited_s, same)
-            if isinstance(described_tree, tree.Node):
-                snapshot.cached = self._plans.learn(
-                    described_tree, task, snapshot.sources, snapshot.methods
-                )
+            snapshot = Snapshot(task, described_tree, self._area, request.owners, waited_s)
             task.keep(snapshot.sources, snapshot.working_bytes)
             pending = PendingSave(task, snapshot, previous, request.callbacks, self.errors)
             pending.begin()
         self._pending = [*(p for p in self._pending if not p._finished.done()), pending]
         return pending
 
-    def _describe(self, task: SaveTask, request: SaveRequest) -> SameTree | tree.Node | tree.Leaf:
-        """Describes a tree; returns what is known of it, else its structure."""
+    def _describe(self, task: SaveTask, request: SaveRequest) -> DescribedTree:
         with task.failing():
             request.callbacks.begin()
             described_tree = self._plans.describe(task, request.tree, request.metadata())

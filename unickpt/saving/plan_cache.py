@@ -253,21 +253,92 @@ def _may_share(sources: Iterable[ArraySource]) -> bool:
     return len({memory.mutable for memory in memories}) == 2
 
 
-class SameTree:
+class DescribedTree:
+    """The tree of a save, once it is described; `PlanCache.describe` makes it.
+
+    First `arrays` and `current` may be called, then `keep` or `refer`, then `plan`. `give_back` is
+    last, if the save has succeeded.
+
+    Arguments:
+        job: the save.
+        root: the tree, flattened.
+        cache: where its plan is kept for the next save of the same tree.
+    """
+
+    cached: CachedPlan | None = None
+    """What is known of the tree; None if nothing is."""
+
+    def __init__(self, job: SaveTask, root: tree.Node | tree.Leaf, cache: PlanCache) -> None:
+        self._job, self._root, self._cache = job, root, cache
+
+    @property
+    def described(self) -> Collection[ArraySource]:
+        """The arrays that this save describes one by one."""
+        return self._job.description.sources.values()
+
+    def arrays(self) -> Mapping[str, Any]:
+        """The arrays as they are now, by their names; with other leaves."""
+        return {leaf.name: leaf.value for leaf in tree.leaves(self._root)}
+
+    def current(self, names: Collection[str]) -> Mapping[str, ArraySource]:
+        """Arrays as they are now, by their names; none that this save leaves out."""
+        return {name: self._job.description.sources[name] for name in names}
+
+    def keep(self, policy: SnapshotPolicy) -> Mapping[str, ArraySource]:
+        """Keeps the arrays as they are now; returns them as they are kept."""
+        description = self._job.description
+        sources = {
+            name: policy.keep(source, partial(description.borrows, name))
+            for name, source in description.sources.items()
+        }
+        self._learn(sources, policy.methods)
+        return sources
+
+    def refer(self) -> None:
+        """Refers to the arrays where they are now: they do not change before the save has ended."""
+        sources = self._job.description.sources
+        if self._cache.is_repeated(sources):
+            self._learn(sources, None)
+
+    def plan(self) -> WritePlan:
+        """The plan of the save."""
+        return self._job.plan() if self.cached is None else self.cached.planned(self._job)
+
+    def give_back(self) -> None:
+        """Keeps what is known of the tree for the next save."""
+        if self.cached is not None:
+            self.cached.give_back()
+
+    def _learn(
+        self,
+        sources: Mapping[str, ArraySource],
+        methods: Mapping[Fragment, SnapshotMethod] | None,
+    ) -> None:
+        if isinstance(self._root, tree.Node):
+            self.cached = self._cache.learn(self._root, self._job, sources, methods)
+
+
+class SameTree(DescribedTree):
     """The tree of a save whose plan is cached.
 
     Arguments:
+        job: the save.
         plan: what is known.
         values: the leaves.
-        group: the processes.
     """
 
-    def __init__(self, plan: CachedPlan, values: Sequence[Any], group: Group) -> None:
-        self.plan, self._values, self._group = plan, values, group
+    cached: CachedPlan
+
+    def __init__(self, job: SaveTask, plan: CachedPlan, values: Sequence[Any]) -> None:
+        self._job, self.cached, self._values = job, plan, values
         self._others, self._together = list[_Other](), list[_Together]()
         """What this save does not leave out."""
-        self.others = list[ArraySource]()
-        """The arrays of that which are described again."""
+        self._sources = list[ArraySource]()
+        """The arrays of `_others`."""
+
+    @property
+    def described(self) -> Collection[ArraySource]:
+        return self._sources
 
     def describe(
         self, metadata: Mapping[str, Any] | None, write_filter: WriteFilter | None = None
@@ -285,37 +356,36 @@ class SameTree:
         plain: dict[str, tree_json.Plain] = {}
         blobs: dict[str, EncodedValue] = {}
         bad: list[str] = []
-        for number, name in self.plan.names.items():
+        for number, name in self.cached.names.items():
             value = self._values[number]
             if isinstance(value, PerProcess):
                 from unickpt.frameworks import per_process
 
                 try:
-                    blobs[name] = per_process.encode(value.value, self.plan.among)
+                    blobs[name] = per_process.encode(value.value, self.cached.among)
                 except (TypeError, ValueError) as error:
                     bad.append(f"{name!r}: {error}")
             else:
                 plain[name] = value
         if bad:
             raise unstorable(bad)
-        cached_description = self.plan.description
+        cached_description = self.cached.description
         index = replace(cached_description.index, values=plain, metadata=checked_metadata(metadata))
         description = replace(cached_description, index=index, blobs=blobs)
         self._description = description = (
             description if write_filter is None else description.selected(write_filter)
         )
-        self._others = [other for other in self.plan.others if description.writes(other.unit)]
-        self._together = [group for group in self.plan.together if description.writes(group.unit)]
-        self.others = [o.adapter.source(self._values[o.number], self._group) for o in self._others]
+        self._others = [other for other in self.cached.others if description.writes(other.unit)]
+        self._together = [group for group in self.cached.together if description.writes(group.unit)]
+        values, group = self._values, self._job.group
+        self._sources = [o.adapter.source(values[o.number], group) for o in self._others]
         return description
 
     def arrays(self) -> Mapping[str, Any]:
-        """The arrays as they are now, by their names."""
-        return {name: self._values[number] for number, name in self.plan.arrays}
+        return {name: self._values[number] for number, name in self.cached.arrays}
 
-    def sources(self, names: Collection[str]) -> Mapping[str, ArraySource]:
-        """Arrays as they are now, by their names; none that this save leaves out."""
-        both = zip(self._others, self.others, strict=True)
+    def current(self, names: Collection[str]) -> Mapping[str, ArraySource]:
+        both = zip(self._others, self._sources, strict=True)
         sources = {other.name: source for other, source in both if other.name in names}
         for group in self._together:
             members = [n for n, name in enumerate(group.names) if name in names]
@@ -330,26 +400,23 @@ class SameTree:
 
     def assumed(self) -> Iterator[tuple[int, ArraySource, bool]]:
         """The assumed replicas: their numbers, sources, and whether these stay as they are."""
-        both = zip(self._others, self.others, strict=True)
+        both = zip(self._others, self._sources, strict=True)
         now = {id(other.kept_source): source for other, source in both}
-        for number, name, kept_source in self.plan.assumed:
+        for number, name, kept_source in self.cached.assumed:
             if id(kept_source) in now or self._description.has(name, kept_source):
                 yield number, now.get(id(kept_source), kept_source), id(kept_source) not in now
 
-    def keep(self, capture: SnapshotPolicy, now: Description) -> Mapping[str, ArraySource]:
-        """Keeps the arrays as they are now; `now` says which of them are not saved."""
-        capture.methods.update(self.plan.methods)
-        for target, fresh in self._fill(
-            lambda name, s: capture.keep(s, partial(now.borrows, name))
-        ):
-            capture.methods[target] = capture.methods.pop(fresh)
-        capture.used.add(SnapshotMethod.REFERENCE)
-        capture.copied_bytes += sum(group.keep(self._values, now) for group in self._together)
+    def keep(self, policy: SnapshotPolicy) -> Mapping[str, ArraySource]:
+        now = self._job.description
+        policy.methods.update(self.cached.methods)
+        for target, fresh in self._fill(lambda name, s: policy.keep(s, partial(now.borrows, name))):
+            policy.methods[target] = policy.methods.pop(fresh)
+        policy.used.add(SnapshotMethod.REFERENCE)
+        policy.copied_bytes += sum(group.keep(self._values, now) for group in self._together)
         self._values = ()
-        return self.plan.description.sources
+        return self.cached.description.sources
 
     def refer(self) -> None:
-        """Refers to the arrays where they are now: they do not change before the save has ended."""
         self._fill(lambda name, source: source)
         for group in self._together:
             group.keep(self._values)
@@ -367,7 +434,7 @@ class SameTree:
             The fragments of these, each with that of the array as it is kept.
         """
         pairs = []
-        for other, source in zip(self._others, self.others, strict=True):
+        for other, source in zip(self._others, self._sources, strict=True):
             kept_source = keep(other.name, source)
             for target, fresh in zip(
                 other.kept_source.fragments, kept_source.fragments, strict=True
@@ -397,20 +464,16 @@ class PlanCache:
         job: SaveTask,
         root: Any,
         metadata: Mapping[str, Any] | None,
-    ) -> SameTree | tree.Node | tree.Leaf:
-        """Describes what a save has to save, as `SaveTask.describe_leaves`.
-
-        Returns:
-            What is known of the tree; else the tree, flattened.
-        """
+    ) -> DescribedTree:
+        """Describes what a save has to save, as `SaveTask.describe_leaves`."""
         job.features.choose()
-        described_tree = self.find(root, job)
-        if isinstance(described_tree, SameTree):
-            again = described_tree.describe(metadata, job.features.write_filter)
-            job.describe_again(again, described_tree.assumed())
-            return described_tree
-        job.describe_leaves(described_tree, metadata)
-        return described_tree
+        match = self.find(root, job)
+        if isinstance(match, SameTree):
+            again = match.describe(metadata, job.features.write_filter)
+            job.describe_again(again, match.assumed())
+            return match
+        job.describe_leaves(match, metadata)
+        return DescribedTree(job, match, self)
 
     def is_repeated(self, sources: Mapping[str, ArraySource]) -> bool:
         """Whether one of the last trees had arrays of these names, and so the next one may."""
@@ -448,7 +511,7 @@ class PlanCache:
                 continue
             values = leaves_of(root, plan.skeleton, level)
             if values is not None and plan.recognise(values) and self._take(plan):
-                return SameTree(plan, values, group)
+                return SameTree(job, plan, values)
         problem = problem_finder(group, options, among, job.features)
         return tree.flatten(root, leaf_test(among), expand_once, problem_of=problem)
 

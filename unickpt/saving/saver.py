@@ -11,13 +11,12 @@ from typing import Any
 from unickpt.options import SaveOptions
 from unickpt.save_report import SaveReport
 from unickpt.saving.background import PendingSave, SaveQueue, SaveRequest
-from unickpt.saving.plan_cache import PlanCache, SameTree
+from unickpt.saving.plan_cache import DescribedTree, PlanCache
 from unickpt.saving.task import SaveTask, call_metrics
 from unickpt.saving.write_plan import DirectSource
 from unickpt.storage import paths
 from unickpt.storage.locations import Location
 from unickpt.threads import collection_paused
-from unickpt.trees.tree import Leaf, Node
 
 
 def save_async(
@@ -134,27 +133,19 @@ def run(task: SaveTask, tree: Any, metadata: Mapping[str, Any] | None = None) ->
 
 def _save(job: SaveTask, root: Any, metadata: Mapping[str, Any] | None) -> SaveReport:
     """Saves; what it needs is freed when it returns, before Python looks for cycles again."""
-    plans = _plans(os.getpid())
-    cached_plan = None
     with job.failing():
-        described_tree = plans.describe(job, root, metadata)
-        if isinstance(described_tree, SameTree):
-            cached_plan = described_tree.plan
-        elif isinstance(described_tree, Node) and plans.is_repeated(job.description.sources):
-            cached_plan = plans.learn(described_tree, job, job.description.sources, None)
+        described_tree = _plans(os.getpid()).describe(job, root, metadata)
     with _skipping(job, described_tree) if job.options.skips else nullcontext():
         with job.failing():
-            if isinstance(described_tree, SameTree):
-                described_tree.refer()
-            plan = job.plan() if cached_plan is None else cached_plan.planned(job)
+            described_tree.refer()
+            plan = described_tree.plan()
         report = job.run(plan, DirectSource(job.working_bytes))
-    if cached_plan is not None:  # else it is lost, with what a failed save refers to
-        cached_plan.give_back()
+    described_tree.give_back()  # else it is lost, with what a failed save refers to
     return report
 
 
 @contextmanager
-def _skipping(job: SaveTask, described: SameTree | Node | Leaf) -> Iterator[None]:
+def _skipping(job: SaveTask, described: DescribedTree) -> Iterator[None]:
     """Has a save skip what did not change since its base; remembers the save for the next one."""
     from unickpt.saving import skipping  # only where it is asked for
 

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from unickpt.frameworks.protocol import ArraySource
 from unickpt.references.policy import DescribedSave
-from unickpt.saving.plan_cache import SameTree
+from unickpt.saving.plan_cache import DescribedTree
 from unickpt.saving.task import SaveTask
-from unickpt.trees import tree
 
 
-def skip(task: SaveTask, described: SameTree | tree.Node | tree.Leaf, before: Any) -> Any:
+def skip(task: SaveTask, described: DescribedTree, before: Any) -> Any:
     """Has a save skip what is known to be as in its base.
 
     Arguments:
@@ -29,17 +26,6 @@ def skip(task: SaveTask, described: SameTree | tree.Node | tree.Leaf, before: An
         ValueError, StateChanged: see `ReferencePolicy.skipped`.
     """
     description = task.description
-
-    def arrays() -> Mapping[str, Any]:
-        if isinstance(described, SameTree):
-            return described.arrays()
-        return {leaf.name: leaf.value for leaf in tree.leaves(described)}
-
-    def current(names: Sequence[str]) -> Mapping[str, ArraySource]:
-        if isinstance(described, SameTree):
-            return described.sources(names)
-        return {name: description.sources[name] for name in names}
-
     skipped, skip_state = task.options.references.skipped(
         DescribedSave(
             task.location.url,
@@ -47,8 +33,8 @@ def skip(task: SaveTask, described: SameTree | tree.Node | tree.Leaf, before: An
             description.index.arrays,
             description.sources,
             description.units.keys(),
-            arrays,
-            current,
+            described.arrays,
+            described.current,
         ),
         before,
     )

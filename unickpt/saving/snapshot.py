@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 
-from unickpt.frameworks.protocol import ArraySource, Fragment
 from unickpt.references.chunks import WriteItem
 from unickpt.saving.kept_chunks import KeptChunks
-from unickpt.saving.plan_cache import CachedPlan, SameTree
+from unickpt.saving.plan_cache import DescribedTree
 from unickpt.saving.snapshot_policy import (
     BACKGROUND,
     Changes,
@@ -33,24 +32,21 @@ class Snapshot:
 
     Arguments:
         task: the save.
+        described: its tree.
         area: memory for copies.
         owners: what the optimizers own whose steps wait for this; None if no steps wait.
         waited_s: for how long this save has already waited for an earlier one's memory.
-        same: its tree, if a plan for it is known.
     """
-
-    cached: CachedPlan | None = None
-    """What may be known of the tree in the next save of it."""
 
     def __init__(
         self,
         task: SaveTask,
+        described: DescribedTree,
         area: HostMemoryPool,
         owners: set[Hashable] | None,
         waited_s: float = 0.0,
-        same: SameTree | None = None,
     ) -> None:
-        self._task, self._area = task, area
+        self._task, self._tree, self._area = task, described, area
         self._abandoned = self._wait_for_commit = False
         self._events = task.events
         self._changed = self._events.changed
@@ -63,20 +59,11 @@ class Snapshot:
         self._copying: dict[SnapshotMethod, OrderedCopy[None]] = {}
         self.chunks = KeptChunks(area, self._memory, self._changes, direct, self._events)
         """Provides them to the writer."""
-        described = task.description
-        sources = described.sources.values() if same is None else same.others
-        self._capture = capture = SnapshotPolicy(task.options, owners, sources, self._budget)
-        self.sources: Mapping[str, ArraySource]
+        self._capture = capture = SnapshotPolicy(
+            task.options, owners, described.described, self._budget
+        )
+        self.sources = described.keep(capture)
         """The arrays of the save, as they are kept."""
-        if same is None:
-            self.sources = {
-                name: capture.keep(source, partial(described.borrows, name))
-                for name, source in described.sources.items()
-            }
-        else:
-            self.sources, self.cached = same.keep(capture, described), same.plan
-        self.methods: Mapping[Fragment, SnapshotMethod] = capture.methods
-        """How each fragment of them is kept."""
         self._memory.count(copied=capture.copied_bytes)
         self._used = capture.used
         self.has_now = SnapshotMethod.COPY_NOW in self._used
@@ -108,15 +95,11 @@ class Snapshot:
             if self._abandoned:
                 return StagedPlan()
             if self._plan is None:
-                writes = self._writes()
-                self._plan = plan = plan_staging(writes, self._capture, self._memory)
+                self._plan = plan = plan_staging(self._tree.plan(), self._capture, self._memory)
                 self._wait_for_commit = plan.waits_for_commit
                 self.chunks.refer(plan.items[SnapshotMethod.REFERENCE])
                 self._changes.watch(plan.items[SnapshotMethod.COPY_LATER])
             return self._plan
-
-    def _writes(self) -> WritePlan:
-        return self._task.plan() if self.cached is None else self.cached.planned(self._task)
 
     # --- staging -------------------------------------------------------------------------------
 
@@ -264,11 +247,9 @@ class Snapshot:
         self._events.wait(SaveEvent.STAGED)
         self.chunks.clear()
         self._memory.close()
-        if self.cached is not None and self._task.state is SaveState.COMMITTED:
-            self.cached.give_back()
-        self._plan = self.cached = None
-        self.sources, self.methods = {}, {}
-        self._copying = {}
+        if self._task.state is SaveState.COMMITTED:
+            self._tree.give_back()
+        self._plan, self.sources, self._copying = None, {}, {}
         self._changes.forget()
-        del self._task, self._capture
+        del self._task, self._tree, self._capture
         self._events.happened(SaveEvent.SAFE)
