@@ -103,7 +103,7 @@ def copier(out: Sequence[Array]) -> Callable[[Sequence[Any], Sequence[int] | Non
     raise NotImplementedError("JAX arrays are not changed")
 
 
-def kept(leaves: Sequence[Any]) -> list[Read]:
+def readers(leaves: Sequence[Any]) -> list[Read]:
     return [_viewed(leaf) or partial(_gather, _views(leaf)) for leaf in leaves]
 
 

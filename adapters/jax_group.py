@@ -43,12 +43,12 @@ def group() -> Group | None:
     return JaxGroup()
 
 
-def group_of(given: Any) -> Group | None:
-    if isinstance(given, jax.sharding.Mesh):
-        given = given.devices
-    if not isinstance(given, list | tuple | np.ndarray):
+def group_of(obj: Any) -> Group | None:
+    if isinstance(obj, jax.sharding.Mesh):
+        obj = obj.devices
+    if not isinstance(obj, list | tuple | np.ndarray):
         return None
-    devices = list(given.flat if isinstance(given, np.ndarray) else given)
+    devices = list(obj.flat if isinstance(obj, np.ndarray) else obj)
     if not devices or not all(isinstance(device, jax.Device) for device in devices):
         return None
     part = _GroupPart(devices)

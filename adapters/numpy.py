@@ -64,7 +64,7 @@ def copier(out: Sequence[Array]) -> Callable[[Sequence[Any], Sequence[int] | Non
     return copy
 
 
-def kept(leaves: Sequence[Any]) -> list[Read]:
+def readers(leaves: Sequence[Any]) -> list[Read]:
     return [_reader(np.asarray(leaf)) for leaf in leaves]
 
 
@@ -87,7 +87,7 @@ def expand(obj: Any, name: str, stored: Mapping[str, Any] | None) -> Expansion |
 group = None
 
 
-def group_of(given: Any) -> None:
+def group_of(obj: Any) -> None:
     return None
 
 

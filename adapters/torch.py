@@ -195,7 +195,7 @@ def _copy(destinations: list[torch.Tensor], tensors: list[torch.Tensor]) -> None
         torch._foreach_copy_(destinations, tensors)
 
 
-def kept(leaves: Sequence[Any]) -> list[Read]:
+def readers(leaves: Sequence[Any]) -> list[Read]:
     return [_reader(_TensorMemory(_local_part(leaf).detach()), (0,) * leaf.ndim) for leaf in leaves]
 
 

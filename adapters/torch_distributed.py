@@ -42,22 +42,22 @@ def group() -> Group | None:
     return TorchGroup(dist.group.WORLD)
 
 
-def group_of(given: Any) -> Group | None:
+def group_of(obj: Any) -> Group | None:
     if not dist.is_available():
         return None
     outside = dist.GroupMember.NON_GROUP_MEMBER
-    if type(given) is type(outside) and given == outside:
+    if type(obj) is type(outside) and obj == outside:
         raise ValueError(
             f"rank {dist.get_rank()} is not a member of this process group (new_group returned "
             "GroupMember.NON_GROUP_MEMBER); only its members save and load with it"
         )
-    if not isinstance(given, dist.ProcessGroup):
+    if not isinstance(obj, dist.ProcessGroup):
         return None
     try:
-        dist.get_process_group_ranks(given)
+        dist.get_process_group_ranks(obj)
     except KeyError:
         raise ValueError("the process group was destroyed, or torch does not know it") from None
-    return TorchGroup(given)
+    return TorchGroup(obj)
 
 
 class TorchGroup(BoundedGroup):

@@ -34,7 +34,7 @@ def with_extra_states(
         stored: the checkpoint.
     """
     keys = [key for key in state if key.rpartition(".")[2] == _KEY]
-    node = stored.at(name) if keys else None
+    node = stored.find(name) if keys else None
     if not isinstance(node, Node):
         return state
     children = by_key(node)

@@ -157,7 +157,7 @@ _NESTED = ("dict", "ordereddict", "list", "tuple")
 def slots_by_key(stored: StoredTree, name: str) -> dict[str, Slots]:
     """The slots of each parameter, by the parameter's key as part of a name."""
     slots_of: dict[str, Slots] = {}
-    node = stored.at(name)
+    node = stored.find(name)
     if isinstance(node, Node):
         parts = child_names(node.kind, node.keys, "")
         for part, child in zip(parts, map(unwrapped, node.children), strict=True):

@@ -105,7 +105,7 @@ def ours(group: Group) -> Mapping[str, Door]:
     return {name: Door(group, name, target) for name, target in DOORS.get(group, {}).items()}
 
 
-def others(group: Group) -> Mapping[str, Door]:
+def other_packages(group: Group) -> Mapping[str, Door]:
     """Those of other packages whose names none of unickpt has.
 
     Raises:
@@ -130,7 +130,7 @@ def find(group: Group, name: str) -> Door | None:
     Raises:
         PluginError: two packages have it.
     """
-    return ours(group).get(name) or others(group).get(name)
+    return ours(group).get(name) or other_packages(group).get(name)
 
 
 def need(group: Group, name: str) -> Any:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, get_args
 from unickpt import doors
 from unickpt.frameworks.host_memory import CommonOptions, MemoryBudget, check_number
 from unickpt.frameworks.process_group import Group
-from unickpt.quoting import given, quoted
+from unickpt.quoting import changed_repr, quoted
 from unickpt.save_report import SaveReport
 from unickpt.storage import paths
 
@@ -248,7 +248,7 @@ class SaveOptions(CommonOptions):
     features: Sequence[SaveFeature] = ()
     timing: bool | None = None
 
-    __repr__ = given
+    __repr__ = changed_repr
 
     def __post_init__(self) -> None:
         if self.staging not in STAGINGS:

@@ -7,7 +7,7 @@ from dataclasses import MISSING, fields
 from typing import Any
 
 
-def some(items: Sequence[object]) -> str:
+def first_few(items: Sequence[object]) -> str:
     """A few numbers, or what is as short, for a message."""
     return ", ".join(map(str, items[:8])) + (", ..." if len(items) > 8 else "")
 
@@ -29,7 +29,7 @@ def quoted(value: object, most: int = _MOST) -> str:
     return shortened(text, most)
 
 
-def given(obj: Any) -> str:
+def changed_repr(obj: Any) -> str:
     """The repr of a dataclass, with only the fields that are not as by default; never fails."""
     shown = []
     for field in fields(obj):

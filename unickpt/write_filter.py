@@ -126,7 +126,7 @@ class Selection:
     earlier: Sequence[Earlier] = ()
     bytes_by_process: Mapping[int, int] = field(default_factory=dict)
 
-    def of(self, name: str, box: Box) -> tuple[Unit, bool]:
+    def unit_at(self, name: str, box: Box) -> tuple[Unit, bool]:
         """The unit of a chunk of an array with units, and whether it is left out."""
         array_units = self.units[name]
         return (array_units.key, array_units.within(box).start), self.borrows(name, box)
@@ -142,11 +142,11 @@ class Selection:
         """Whether a unit is written."""
         return self.written is None or unit[1] in self.written[unit[0]]
 
-    def on(self, found: str | None) -> Selection | None:
+    def on(self, attempt: str | None) -> Selection | None:
         """The same units, with the others in that of `earlier` which an attempt made; None if it
         made none of these."""
         for candidate in self.earlier:
-            if candidate.attempt == found:
+            if candidate.attempt == attempt:
                 return replace(
                     self, metadata=candidate.metadata, steps=candidate.steps, earlier=(candidate,)
                 )

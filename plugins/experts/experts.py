@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from unickpt.errors import UnsupportedLeaf
-from unickpt.extend import Run, SaveFeature, given
+from unickpt.extend import Run, SaveFeature, changed_repr
 from unickpt.plugins.experts.in_run import PartialSaves
 from unickpt.plugins.experts.keys import ExpertKeys
 from unickpt.plugins.experts.record import Choose, most_lost
@@ -49,7 +49,7 @@ class Experts(SaveFeature):
     plt_budget: float | None = 0.0375
 
     name = "experts"
-    __repr__ = given
+    __repr__ = changed_repr
 
     def __post_init__(self) -> None:
         ExpertKeys(self.each_save)

@@ -93,7 +93,7 @@ def export(
         view.check(reading)
     index = _with_per_process(view, structured)
     # All processes must plan the same files, whatever their nodes have.
-    requested = MemoryBudget.of(options.budget_bytes)
+    requested = MemoryBudget.from_option(options.budget_bytes)
     most = target.most_bytes(requested.share(group.count))
     try:
         _check_leaves(view.index, left_out, getattr(writer, "per_process", False))

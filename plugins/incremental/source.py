@@ -121,7 +121,7 @@ class Claimed(Claim):
     ) -> None:
         self._base, self._lent, self._requested, self._spans = base, lent, requested, spans
         self.written = written
-        self.taken: Sequence[WriteItem] = [*lent, *together]
+        self.reused: Sequence[WriteItem] = [*lent, *together]
         self.notes: Sequence[tuple[int, str, Any]] = [
             (array, entry.codec, theirs.extra[entry.codec])
             for array, entry in {item.array: item.entry for item in requested}.items()
@@ -144,7 +144,7 @@ class Claimed(Claim):
         for row in _note_spans(places, first, self._spans, self._base.take_spans(self._spans)):
             number, (_, _, chunk) = self._spans.chunk(row)
             offset = chunk - self._requested[number].number
-            left[first + row] = self._requested[number].some(range(offset, offset + 1))
+            left[first + row] = self._requested[number].select(range(offset, offset + 1))
         return left
 
 

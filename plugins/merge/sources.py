@@ -63,7 +63,7 @@ class MergeSource:
     def provenance(self) -> Provenance:
         if isinstance(self.view, RuledView):
             return self.view.provenance
-        return Provenance.of(self.view.checkpoint.index.metadata, self.url)
+        return Provenance.from_metadata(self.view.checkpoint.index.metadata, self.url)
 
     def entry(self, name: str) -> ArrayEntry:
         """An array under any of its names."""

@@ -743,7 +743,7 @@ def test_jobs_of_many_processes(count: int, tmp_path: Path) -> None:
         location = paths.resolve(tmp_path)
         attempt = Attempt(location, group, group.next_attempt(), context, 60)
         attempt.check_destination(False)
-        jobs = plan_writes(description, index).own
+        jobs = plan_writes(description, index).own_items
         direct = DirectSource(1 << 20)
         attempt.folder_of(index).child(data_files.FOLDER).make()
         attempt.publish(writer.ChunkWriter(attempt, description, 1 << 20, direct).write_all(jobs))

@@ -102,8 +102,8 @@ def test_a_share() -> None:
     assert share(MemoryBudget(1000, "process"), 8) == 1000, "it is a process's already"
     assert share(None, 8, default=800) == 100
     assert share(None, 1) <= host_memory.MOST_WORKING
-    assert MemoryBudget.of(1000).share(8) == 125
-    assert MemoryBudget.of(None).share(8) == host_memory.MOST_WORKING
+    assert MemoryBudget.from_option(1000).share(8) == 125
+    assert MemoryBudget.from_option(None).share(8) == host_memory.MOST_WORKING
     memory = node_memory()
     assert 0 < host_memory.node_bytes() <= memory.total // 4
 

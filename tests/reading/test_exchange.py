@@ -82,8 +82,8 @@ def test_every_box_comes_out_of_chunks_that_one_process_reads(case: Any, budget:
     for chunks in rounds:
         held: Counter[int] = Counter()
         for chunk in chunks:
-            assert chunk.owner in chunk.wanted
-            for process, boxes in chunk.wanted.items():
+            assert chunk.owner in chunk.wanted_boxes
+            for process, boxes in chunk.wanted_boxes.items():
                 for box in boxes:
                     assert chunk.box.contains(box)
                     found[process][box.slices] += 1

@@ -129,8 +129,8 @@ def test_each_chunk_is_read_once_into_memory_of_its_own(case: Any, most: int) ->
         begun, used = memory.begin(number, chunks), Counter[int]()
         for chunk in chunks:
             numbers.append(chunk.number)
-            assert chunk.owner in chunk.wanted
-            assert begun.is_taken(chunk) == (len(chunk.wanted) > 1)
+            assert chunk.owner in chunk.wanted_boxes
+            assert begun.is_received(chunk) == (len(chunk.wanted_boxes) > 1)
             for box, there in begun.to_fill(chunk):
                 assert box == chunk.box
                 assert there.shape == box.shape
@@ -139,8 +139,8 @@ def test_each_chunk_is_read_once_into_memory_of_its_own(case: Any, most: int) ->
                 used[chunk.owner] += -(-there.nbytes // 64) * 64
         assert len(chunks) == 1 or max(used.values(), default=0) <= most
         for chunk in chunks:
-            if begun.is_taken(chunk):
-                ((box, there),) = begun.taken(chunk)
+            if begun.is_received(chunk):
+                ((box, there),) = begun.received(chunk)
                 assert (there == 1 + chunk.number).all()
         before = rounds[max(0, number - 2) : number]
         for number_before, chunks in enumerate(before, max(0, number - 2)):

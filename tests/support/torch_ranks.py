@@ -217,7 +217,7 @@ def a_tree_that_is_saved_again_and_again(folder: Path) -> None:
         for tensor in (*tree.values(), plain):
             tensor += 1
     known = saver._plans(os.getpid())._free[-1]
-    kept = sum(len(group.numbers) for group in known.together), len(known.others)
+    kept = sum(len(group.numbers) for group in known.together), len(known.singles)
     assert kept == (2, 1 if dist.get_rank() == 3 else 2), kept
 
 

@@ -31,7 +31,7 @@ class _CommandGroup(TyperGroup):
     each of which is imported when it is called."""
 
     def list_commands(self, ctx: Any) -> list[str]:
-        plugins = (*doors.ours("commands"), *doors.others("commands"))
+        plugins = (*doors.ours("commands"), *doors.other_packages("commands"))
         return [*super().list_commands(ctx), *plugins]
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:

@@ -22,7 +22,7 @@ from unickpt.format.chunk_grid import Part
 from unickpt.format.codec import AUTO, common_codec
 from unickpt.format.codecs import as_codecs, codec_of
 from unickpt.format.index import ArrayEntry, Index
-from unickpt.quoting import counted, quoted, size_text, some
+from unickpt.quoting import counted, first_few, quoted, size_text
 from unickpt.reading.checkpoint import Checkpoint
 from unickpt.reading.stored_array import StoredArray
 from unickpt.tools.terminal.options import HintOption, Under, parsed_hints
@@ -300,7 +300,7 @@ def _experts(checkpoint: Checkpoint) -> list[Text]:
     lines = []
     for key, steps in steps_of.items():
         by_step = sorted(older.get(key, {}).items(), reverse=True)
-        shown = "; ".join(f"{some(numbers)} of step {step}" for step, numbers in by_step[:8])
+        shown = "; ".join(f"{first_few(numbers)} of step {step}" for step, numbers in by_step[:8])
         more = "; ..." if len(by_step) > 8 else ""
         text = f"{clean(key)}: {counted(len(steps), 'expert')}, " + (
             f"{sum(len(n) for _, n in by_step)} as of an earlier step: {shown}{more}"

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from unickpt.quoting import counted, some
+from unickpt.quoting import counted, first_few
 from unickpt.runs.pruning import PrunePlan, PruneRun
 from unickpt.runs.retention import Retention
 from unickpt.tools.terminal.output import FAILED, AsJson, clean, confirm, fail, print_json, warn
@@ -82,10 +82,10 @@ def command(
     if as_json:
         _print_json(root, plan, removed)
     elif removed:
-        print(f"removed {counted(len(removed), 'step')}: {some(removed)}")
+        print(f"removed {counted(len(removed), 'step')}: {first_few(removed)}")
     failed = [step for step in plan.removed if step not in removed]
     if failed:
-        warn(f"{counted(len(failed), 'step')} could not be removed: {some(failed)}")
+        warn(f"{counted(len(failed), 'step')} could not be removed: {first_few(failed)}")
         raise typer.Exit(FAILED)
 
 
@@ -93,7 +93,7 @@ def _show(root: str, plan: PrunePlan) -> None:
     rows = {step: ("stays", ", ".join(reasons)) for step, reasons in plan.kept.items()}
     for step in plan.removed:
         names = plan.borrowed.get(step)
-        rows[step] = "goes", f"but for what {some(names)} borrow" if names else ""
+        rows[step] = "goes", f"but for what {first_few(names)} borrow" if names else ""
     cells = ((str(step), *rows[step]) for step in sorted(rows))
     print_table(("step", "", "why"), cells, right=("step",))
     if not plan.removed:

@@ -32,7 +32,7 @@ def mark(location: Location, bases: Sequence[BaseEntry], context: ts.Context) ->
         borrowed.pinned(location, base, context)  # the base may have been removed until the mark
 
 
-def of(location: Location, context: ts.Context) -> list[str]:
+def list_borrowers(location: Location, context: ts.Context) -> list[str]:
     """The names of the checkpoints that borrow from one.
 
     Raises:

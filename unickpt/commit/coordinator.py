@@ -88,7 +88,7 @@ class Coordinator:
 
             borrowers.mark(self._location, merged.index.bases, attempt.context)
         manifest = self._build_root(merged, took)
-        totals = Totals.of(merged.index)
+        totals = Totals.from_index(merged.index)
         older = self._location.child("processes").folders(attempt.context)
         self._announce(manifest, totals)
         check(merged.index)

@@ -49,8 +49,8 @@ class Use(NamedTuple):
     """
 
     name: str
-    here: str
-    there: str
+    in_process: str
+    elsewhere: str
 
 
 SAVES = Use(
@@ -276,6 +276,6 @@ def _conflict(location: Location, use: Use, said: str) -> SaveConflict:
     with suppress(*_NOT_OURS):
         holder = json.loads(said)
         if (holder["process"], holder["program"]) == (os.getpid(), _PROGRAM):
-            return SaveConflict(f"{location}: {use.here}")
-    text = use.there.replace("{who}", _who(said))
+            return SaveConflict(f"{location}: {use.in_process}")
+    text = use.elsewhere.replace("{who}", _who(said))
     return SaveConflict(f"{location}: {text}{saved_apart()}")

@@ -25,7 +25,7 @@ from unickpt.errors import CoverageError
 from unickpt.format import chunk_grid, digest_table
 from unickpt.format.chunk_grid import FULL_LINK, WHOLE_LINK
 from unickpt.format.index import ArrayEntry, BaseEntry, Index
-from unickpt.quoting import some
+from unickpt.quoting import first_few
 from unickpt.storage.btree.builder import INLINE, PLACE_DTYPE
 
 _NOBODY = np.uint32(0xFFFFFFFF)
@@ -426,7 +426,7 @@ def _holder(entry: ArrayEntry, box: Box, load: list[tuple[float, int]]) -> int:
             heapq.heappush(load, other)
     raise CoverageError(
         f"array {entry.name!r} of shape {list(entry.shape)}: no process holds {box}. Its layout is "
-        f"{entry.layout}; processes {some(sorted(p for _, p in load))} have it in their tree"
+        f"{entry.layout}; processes {first_few(sorted(p for _, p in load))} have it in their tree"
     )
 
 

@@ -374,7 +374,7 @@ class Totals:
     nbytes: int
 
     @classmethod
-    def of(cls, index: Index) -> Totals:
+    def from_index(cls, index: Index) -> Totals:
         """Those of an index."""
         nbytes = sum(nbytes_of(entry.shape, entry.dtype) for entry in index.arrays.values())
         return cls(len(index.arrays), nbytes)

@@ -42,7 +42,7 @@ def committed(
     data = Database(location, context).reader().read(INDEX_KEY)
     index = index_json.decode(data or b"", str(location))
     if index.attempt == name:
-        return Totals.of(index)
+        return Totals.from_index(index)
     note = notes_of(index.attempt).announced()
     if note is not None and name in note.replaced:  # another job has replaced it since
         return note.replaced[name]

@@ -38,12 +38,12 @@ class ReplicaDifference:
     Arguments:
         name: of the array.
         stored: the process whose data is stored: the lowest that has the array.
-        others: processes with other data.
+        other_processes: processes with other data.
     """
 
     name: str
     stored: int
-    others: tuple[int, ...]
+    other_processes: tuple[int, ...]
 
 
 class Replicas:
@@ -124,7 +124,7 @@ def warn(differences: Sequence[ReplicaDifference]) -> None:
 def _list(differences: Sequence[ReplicaDifference]) -> str:
     groups: dict[tuple[int, tuple[int, ...]], dict[str, list[str]]] = {}
     for difference in differences:
-        alike = groups.setdefault((difference.stored, difference.others), {})
+        alike = groups.setdefault((difference.stored, difference.other_processes), {})
         alike.setdefault(name_ranges.skeleton(difference.name), []).append(difference.name)
     return "; ".join(
         f"{_some(shown)} (different on {_processes(other_processes)} than on process {stored})"

@@ -199,7 +199,7 @@ def refuse_checkpoint(location: Location, context: ts.Context, *, overwrite: boo
     from unickpt.format.refusals import refuse_unknown
 
     refuse_unknown(location, context)
-    if needed := borrowers.of(location, context):
+    if needed := borrowers.list_borrowers(location, context):
         raise CheckpointExists(
             f"{location} has chunks of {', '.join(needed[:3])}, which did not write them "
             "again; save to another path, or remove these first"

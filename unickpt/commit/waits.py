@@ -51,7 +51,9 @@ class Late:
         by_phase: dict[str, list[int]] = {}
         for process, phase in self.phases.items():
             by_phase.setdefault(phase, []).append(process)
-        shown = [f"{quoting.some(processes)} ({phase})" for phase, processes in by_phase.items()]
+        shown = [
+            f"{quoting.first_few(processes)} ({phase})" for phase, processes in by_phase.items()
+        ]
         more = self.count - len(self.phases)
         suffix = f" and {more} more" if more > 0 else ""
         return f"process{'es' * (self.count > 1)} {', '.join(shown)}{suffix}"
@@ -134,7 +136,7 @@ class Waits:
     def _whom(self, late: Sequence[int], again_s: float) -> Late:
         if self._process > 0:
             return self.as_told()
-        status = self.of(late)
+        status = self.describe(late)
         note = {"count": status.count, "phases": list(status.phases.items()), "again_s": again_s}
         data = json.dumps({**note, "at": time.monotonic()}).encode()
         self._records.write(_LATE, progress_reports.padded(data, _BYTES)).result()
@@ -147,7 +149,7 @@ class Waits:
             late: the processes whose records are missing; if there are none, process 0 is late.
             timeout_s: how long it was.
         """
-        whom, done = (self.of(late), "finish") if late else (self._coordinator(), "commit")
+        whom, done = (self.describe(late), "finish") if late else (self._coordinator(), "commit")
         may = "may have died"
         if progress_reports.NOT_BEGUN in whom.phases.values():
             may += ", or never called save: all processes must, with the same path"
@@ -157,7 +159,7 @@ class Waits:
             f"{may}. No checkpoint was written."
         )
 
-    def of(self, late: Sequence[int]) -> Late:
+    def describe(self, late: Sequence[int]) -> Late:
         """What some processes do, whose records are missing.
 
         Raises:
@@ -173,9 +175,9 @@ class Waits:
         """What the coordinator does; if it waits, too, for whom."""
         names = {key.decode(errors="replace") for key in self._records.list().result()}
         if "00000.ok" not in names:
-            return self.of([0])
+            return self.describe([0])
         late = [process for process in range(self._count) if f"{process:05d}.ok" not in names]
-        return self.of(late) if late else Late(1, {0: WORDS[COMMIT]})
+        return self.describe(late) if late else Late(1, {0: WORDS[COMMIT]})
 
     def _seen(self, process: int) -> str:
         """What a process does that has not said so: by whether there are files of it."""

@@ -12,7 +12,7 @@ from unickpt import doors, errors
 from unickpt.format.files import Files
 from unickpt.format.index import REPLACED
 from unickpt.format.reader import Reader
-from unickpt.quoting import quoted, some
+from unickpt.quoting import first_few, quoted
 from unickpt.storage import paths
 from unickpt.storage.errors import Failed, reading, reading_failed
 from unickpt.storage.locations import Location, is_object
@@ -198,7 +198,7 @@ def _refusal(
     Raises:
         Failed: the storage failed.
     """
-    package_doors = doors.others("refusals") if error is None and files.here else {}
+    package_doors = doors.other_packages("refusals") if error is None and files.here else {}
     for door in (*doors.ours("refusals").values(), *package_doors.values()):
         refusal = cast("errors.UnsupportedFormat | None", door.open().refusal(files, error))
         if refusal is not None:
@@ -216,7 +216,8 @@ def check_hints(reader: Reader, hints: Mapping[str, Any], allowed: Collection[st
         near = difflib.get_close_matches(unknown[0], allowed, 1)
         raise errors.HintError(
             f"{reader.location} is of the format {reader.format!r}, which takes {takes}; leave out "
-            f"{some(list(map(quoted, unknown)))}{f' (did you mean {near[0]!r}?)' if near else ''}"
+            f"{first_few(list(map(quoted, unknown)))}"
+            f"{f' (did you mean {near[0]!r}?)' if near else ''}"
         )
 
 
@@ -232,7 +233,7 @@ def _formats(files: Files, failed: list[errors.PluginError]) -> Iterator[Format]
         yield cast(Format, door.open())
     if not (files.here or files.location.exists()):
         return
-    for door in doors.others("formats").values():
+    for door in doors.other_packages("formats").values():
         try:
             yield cast(Format, door.open())
         except errors.PluginError as error:

@@ -38,7 +38,7 @@ from unickpt.format.index import (
     PerProcessEntry,
     shape_problem,
 )
-from unickpt.quoting import quoted, some
+from unickpt.quoting import first_few, quoted
 from unickpt.trees import tree_json
 from unickpt.trees.tree_json import BadJSON
 
@@ -377,7 +377,7 @@ def _known_members(data: bytes, where: str) -> dict[str, msgspec.Raw]:
     if not all(isinstance(name, str) for name in names) or names != sorted(set(names)):
         raise BadJSON(f"its features are {quoted(features)}")
     if unknown := [n for n in names if n not in FEATURES and codecs.find(n) is None]:
-        listed = some([quoted(name) for name in unknown])
+        listed = first_few([quoted(name) for name in unknown])
         kind = "the feature" if len(unknown) == 1 else "the features"
         what = f"it needs {kind} {listed}, which this unickpt ({LIBRARY}) does not know"
         raise _unknown(stored, where, what)

@@ -133,7 +133,7 @@ def make_writer(format: str, options: Mapping[str, Any]) -> Writer:
     """
     make = _maker(format)
     if make is None:
-        every = ", ".join([*names(), *doors.others("writers")])
+        every = ", ".join([*names(), *doors.other_packages("writers")])
         raise ValueError(f"no format is called {quoted(format)}; there are {every}")
     option_names = list(inspect.signature(make).parameters)
     unknown = [option for option in options if option not in option_names]

@@ -36,7 +36,7 @@ def with_grown(state: Any, name: str, stored: StoredTree, make: MakeArray | None
     """
     if not any(map(_may_grow, _members(state))) and not _may_grow_itself(state):
         return state
-    return _GrownLeaves(stored, make).grown(state, stored.at(name), is_whole=True)
+    return _GrownLeaves(stored, make).grown(state, stored.find(name), is_whole=True)
 
 
 def first_array(value: Any, is_array: Callable[[Any], bool]) -> Any:

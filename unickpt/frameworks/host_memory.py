@@ -197,11 +197,11 @@ class MemoryBudget:
     per: Literal["node", "process"] = "node"
 
     @classmethod
-    def of(cls, given: int | MemoryBudget | None) -> MemoryBudget:
+    def from_option(cls, option: int | MemoryBudget | None) -> MemoryBudget:
         """What an option asks for: a number is a node's; by default, each process has its own."""
-        if given is None:
+        if option is None:
             return cls(MOST_WORKING, "process")
-        return given if isinstance(given, MemoryBudget) else cls(int(given))
+        return option if isinstance(option, MemoryBudget) else cls(int(option))
 
     def share(self, processes: int) -> int:
         """The bytes of one process, at least 1.
@@ -228,7 +228,7 @@ def share(requested: int | MemoryBudget | None, on_node: int, default: int | Non
         default: the node's default; if None, what reading and writing can use of a fixed part.
     """
     if requested is not None or default is not None:
-        return MemoryBudget.of(default if requested is None else requested).share(on_node)
+        return MemoryBudget.from_option(default if requested is None else requested).share(on_node)
     return max(1, min(MOST_WORKING, _total() // _PART // on_node))
 
 

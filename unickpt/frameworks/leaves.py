@@ -94,24 +94,24 @@ class ArrayFacts:
 
     Arguments:
         adapter: of the framework.
-        at: the arrays' numbers among the leaves.
+        numbers: the arrays' numbers among the leaves.
         facts: see `Adapter.facts`.
         first: for each, which is the first with the same key; None if all keys differ.
     """
 
     adapter: Adapter
-    at: Sequence[int]
+    numbers: Sequence[int]
     facts: Sequence[Any]
     first: Sequence[int] | None
 
     @classmethod
-    def of(cls, adapter: Adapter, at: Sequence[int], values: Sequence[Any]) -> ArrayFacts:
-        facts, keys = adapter.facts([values[number] for number in at])
+    def gather(cls, adapter: Adapter, numbers: Sequence[int], values: Sequence[Any]) -> ArrayFacts:
+        facts, keys = adapter.facts([values[number] for number in numbers])
         if len(set(keys)) == len(keys):
-            return cls(adapter, at, facts, None)
+            return cls(adapter, numbers, facts, None)
         seen: dict[Hashable, int] = {}
         first = [seen.setdefault(key, number) for number, key in enumerate(keys)]
-        return cls(adapter, at, facts, first)
+        return cls(adapter, numbers, facts, first)
 
 
 def by_type(find: Callable[[Any], T]) -> Callable[[Any], T]:

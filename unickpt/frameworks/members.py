@@ -12,7 +12,7 @@ from functools import cached_property
 
 from unickpt.arrays.layout import Mesh
 from unickpt.errors import UnickptError
-from unickpt.quoting import some
+from unickpt.quoting import first_few
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,7 +83,7 @@ def named(members: Members | None, processes: Sequence[int]) -> str:
 
 def _called(kind: str, numbers: Sequence[int]) -> str:
     plural = ("es" if kind.endswith("s") else "s") if len(numbers) > 1 else ""
-    return f"{kind}{plural} {some(numbers)}"
+    return f"{kind}{plural} {first_few(numbers)}"
 
 
 def legend(members: Members | None) -> str:

@@ -206,7 +206,7 @@ class StoredTree(Mapping[str, Any]):
         """The same structure with some of the leaves."""
         return StoredTree(leaves, self._node)
 
-    def at(self, name: str) -> tree.Node | tree.Leaf | None:
+    def find(self, name: str) -> tree.Node | tree.Leaf | None:
         """What is stored under a name, without wrappers; None if that is not known."""
         node, path = self._node(), ""
         while isinstance(node, tree.Node) and (path != name or node.kind == "wrapper"):
@@ -252,7 +252,7 @@ class Adapter(Protocol):
         """A function that copies leaves, all of mutable host memory, into arrays of their shape and
         dtype, in native byte order: into all, or into those of these numbers."""
 
-    def kept(self, leaves: Sequence[Any]) -> list[Read]:
+    def readers(self, leaves: Sequence[Any]) -> list[Read]:
         """Functions that read leaves where they are, all whole or immutable and in the memory of
         the host, and unchanged until the save has ended; what `facts` says of them is known."""
 
@@ -293,7 +293,7 @@ class Adapter(Protocol):
         """Returns this framework's job, if it is initialised with more than one process; None if
         the framework has none."""
 
-    def group_of(self, given: Any) -> Group | None:
+    def group_of(self, obj: Any) -> Group | None:
         """The processes that an object of this framework names, such as a process group; None for
         other objects.
 

@@ -35,7 +35,7 @@ from unickpt.loading.request import (
     is_number,
 )
 from unickpt.loading.views import StoredView, View, jobs_of
-from unickpt.quoting import some
+from unickpt.quoting import first_few
 from unickpt.reading import checkpoint
 from unickpt.reading.array_reader import Filled, Job, ReadArrays, read_arrays
 from unickpt.reading.options import LoadOptions
@@ -210,7 +210,7 @@ def load(
         _chosen("unexpected", unexpected, "skip") or not strict,
         _chosen("mismatched", mismatched, "keep"),
         cast,
-        LeafSelection.of(only, skip),
+        LeafSelection.from_patterns(only, skip),
     )
     loading = _Loading(
         rules,
@@ -269,7 +269,7 @@ class _Loading(NamedTuple):
         if like is None:
             return view, None
         index = stored.index
-        request = LoadRequest.of(
+        request = LoadRequest.from_tree(
             like,
             self.among,
             lambda: StoredTree({**index.entries, **index.values}, view.node),
@@ -285,7 +285,9 @@ class _Loading(NamedTuple):
 
         older = unit_steps.older(stored.index.metadata, str(stored.location))
         if older and self.strict_experts:
-            shown = some([f"{number} of {key!r} of step {step}" for key, number, step in older])
+            shown = first_few(
+                [f"{number} of {key!r} of step {step}" for key, number, step in older]
+            )
             raise LoadMismatch(
                 f"{stored.location}: strict_experts=True, but these experts are as of an earlier "
                 f"step: {shown}. Load without it, or a step at which all experts were saved"

@@ -72,7 +72,7 @@ def nothing_fits(where: str, rows: Sequence[Difference]) -> str:
     Arguments:
         rows: the missing and unexpected leaves.
     """
-    kind = "array" if any("[" in row.asked for row in rows) else "leaf"
+    kind = "array" if any("[" in row.requested for row in rows) else "leaf"
     head = f"{where}: no {kind} of `like` is stored, so this would load nothing"
     return _text(head, rows, {})
 
@@ -92,7 +92,7 @@ def _text(
         row for row in (*rows, *skipped) if not row.name.startswith(tuple(other_optimizers))
     ]
     likely = causes(
-        {row.name: row.asked for row in comparable if row.problem == "missing"},
+        {row.name: row.requested for row in comparable if row.problem == "missing"},
         {row.name: row.stored for row in comparable if row.problem == "unexpected"},
         len(requested),
     )
@@ -122,18 +122,20 @@ def _within(part: Cause, rows: Sequence[Difference]) -> list[Difference]:
     for row in rows:
         if row.name in pairs and row.problem == "missing":
             problem, have = "", stored[pairs[row.name]]
-            stored_parts, requested_parts = (_SHAPE_OF.split(text, 1) for text in (have, row.asked))
+            stored_parts, requested_parts = (
+                _SHAPE_OF.split(text, 1) for text in (have, row.requested)
+            )
             if stored_parts[:1] != requested_parts[:1]:
-                problem = "dtype" if "[" in have and "[" in row.asked else "kind"
+                problem = "dtype" if "[" in have and "[" in row.requested else "kind"
             elif stored_parts != requested_parts:
                 problem = "shape"
             if problem:
-                differences.append(Difference(row.name, problem, have, row.asked))
+                differences.append(Difference(row.name, problem, have, row.requested))
         elif row.problem == "missing":
             differences.append(row)
         elif row.name.startswith(part.under) and row.name not in served:
             name = row.name.removeprefix(part.under)
-            differences.append(Difference(name, row.problem, row.stored, row.asked))
+            differences.append(Difference(name, row.problem, row.stored, row.requested))
     return differences
 
 
@@ -172,7 +174,7 @@ def _single_leaf(rows: Sequence[Difference]) -> list[str]:
     """The likely cause that something other than a tree was passed as `like`, if it applies."""
     if not any(row.name == "" and row.problem == "missing" for row in rows) or len(rows) == 1:
         return []
-    requested = next(row.asked for row in rows if row.name == "")
+    requested = next(row.requested for row in rows if row.name == "")
     return [
         f"likely cause: `like` is a single leaf ({requested}), but the stored tree has named "
         "leaves: pass a tree with these names. A step is given by its keyword: "
@@ -185,13 +187,15 @@ def _transposed(rows: Sequence[Difference]) -> list[str]:
     turned = [
         row
         for row in rows
-        if row.problem == "shape" and _dims(row.stored) == _dims(row.asked)[::-1]
+        if row.problem == "shape" and _dims(row.stored) == _dims(row.requested)[::-1]
     ]
     if not turned:
         return []
     count = "1 array is" if len(turned) == 1 else f"{len(turned)} arrays are"
     first = turned[0]
-    cause = _TRANSPOSED.format(count=count, name=first.name, stored=first.stored, asked=first.asked)
+    cause = _TRANSPOSED.format(
+        count=count, name=first.name, stored=first.stored, asked=first.requested
+    )
     return [f"likely cause: {cause}"]
 
 
@@ -203,7 +207,7 @@ def _unexplained(
     rows: Sequence[Difference], skipped: Sequence[Difference], likely: Sequence[Cause]
 ) -> list[Difference]:
     """The rows that no likely rename would fix."""
-    of_missing = {row.name: row.asked for row in rows if row.problem == "missing"}
+    of_missing = {row.name: row.requested for row in rows if row.problem == "missing"}
     all_rows = (*rows, *skipped)
     of_unexpected = {row.name: row.stored for row in all_rows if row.problem == "unexpected"}
     mended: set[tuple[str, str]] = set()
@@ -233,7 +237,7 @@ def _table(rows: Sequence[Difference], lines_before: int) -> list[str]:
 def _fold(rows: Sequence[Difference]) -> list[tuple[str, str, str, str]]:
     groups: dict[tuple[str, str, str, str], list[str]] = {}
     for row in rows:
-        key = (skeleton(row.name), row.problem, row.stored, row.asked)
+        key = (skeleton(row.name), row.problem, row.stored, row.requested)
         groups.setdefault(key, []).append(row.name)
     return [
         (name or "(root)", problem, stored, requested)

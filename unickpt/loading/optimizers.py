@@ -61,7 +61,7 @@ class Row(Protocol):
     @property
     def stored(self) -> str: ...
     @property
-    def asked(self) -> str: ...
+    def requested(self) -> str: ...
 
 
 def other_optimizers(rows: Iterable[Row]) -> dict[str, str]:
@@ -114,7 +114,7 @@ def _cause_of_slots(
     if misshapen and not any(other_rows):
         row = misshapen[0]
         return _OTHER_PARAMETERS.format(
-            where=_where(prefix), name=row.name, stored=row.stored, requested=row.asked
+            where=_where(prefix), name=row.name, stored=row.stored, requested=row.requested
         )
     return ""
 
@@ -125,8 +125,8 @@ def _new_parameters(rows: Sequence[Row], requested: Collection[str]) -> list[str
     for row in rows:
         match = _PARAMETER.fullmatch(row.name)
         if match is not None and row.problem == "missing":
-            name = row.asked.removeprefix("plain str ")
-            added.setdefault(match[1], []).append(row.name if name == row.asked else name)
+            name = row.requested.removeprefix("plain str ")
+            added.setdefault(match[1], []).append(row.name if name == row.requested else name)
     return [
         _NEW_PARAMETERS.format(
             where=_where(prefix),

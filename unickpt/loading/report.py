@@ -23,7 +23,7 @@ class Difference(NamedTuple):
     name: str
     problem: str
     stored: str
-    asked: str
+    requested: str
 
 
 @dataclass(frozen=True, repr=False)

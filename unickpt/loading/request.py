@@ -23,7 +23,7 @@ from unickpt.frameworks.leaves import (
 from unickpt.frameworks.protocol import Adapter, ArrayTarget, StoredTree
 from unickpt.loading.report import Difference, LoadReport
 from unickpt.loading.views import View, leaf_text, same_digests, stored_leaf, unchanged_entry
-from unickpt.quoting import quoted, some
+from unickpt.quoting import first_few, quoted
 from unickpt.trees import tree, tree_json
 
 Patterns = str | Sequence[str]
@@ -42,7 +42,7 @@ class LeafSelection:
     skip: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, only: Patterns | None, skip: Patterns) -> LeafSelection:
+    def from_patterns(cls, only: Patterns | None, skip: Patterns) -> LeafSelection:
         """From the arguments of `load`.
 
         Raises:
@@ -103,8 +103,8 @@ class LeafSelection:
                 whole = f". All below {inner[0]!r} is {inner[0] + '/**'!r}" if inner else ""
                 raise LoadMismatch(
                     f"{where}: {argument}={quoted(idle)} matches no leaf; there are "
-                    f"{some([repr(name) for name in names]) or 'none'}{whole}. `*` is any text "
-                    "within a component of a name, `**` any number of components"
+                    f"{first_few([repr(name) for name in names]) or 'none'}{whole}. `*` is any "
+                    "text within a component of a name, `**` any number of components"
                 )
         if not any(map(self.has, requested)):
             raise LoadMismatch(f"{where}: only= and skip= together select no leaf")
@@ -116,7 +116,7 @@ def _of_the_wrong_side(
     return (
         f"{where}: {argument}={quoted(idle)} matches stored names, such as {made_of[0]!r}, which "
         "are of the other side of the rules. With rules, only= and skip= mean the names of what is "
-        f"loaded, which `like` has and the rules make: {some([repr(name) for name in names])}"
+        f"loaded, which `like` has and the rules make: {first_few([repr(name) for name in names])}"
     )
 
 
@@ -153,7 +153,7 @@ class LoadRequest(NamedTuple):
     left_out: Mapping[str, Any]
 
     @classmethod
-    def of(
+    def from_tree(
         cls,
         like: Any,
         among: Sequence[Adapter],
@@ -265,7 +265,7 @@ class _Comparison:
     have: Collection[str]
     rows: list[Difference] = field(default_factory=list)
     loaded: list[str] = field(default_factory=list)
-    kept: list[str] = field(default_factory=list)
+    kept_names: list[str] = field(default_factory=list)
     mismatched: list[tuple[str, Shape, Shape]] = field(default_factory=list)
     cast: list[tuple[str, str, str]] = field(default_factory=list)
 
@@ -280,9 +280,9 @@ class _Comparison:
         elif name not in self.have:
             from unickpt.trees.optimizer_settings import may_lack
 
-            may = self.policy.keep_missing or name in view.kept
+            may = self.policy.keep_missing or name in view.kept_names
             if keeps and (may or may_lack(name, value, self.have)):
-                self.kept.append(name)
+                self.kept_names.append(name)
             else:
                 self.rows.append(self.missing(name))
         elif target is not None and isinstance(leaf, ArrayEntry):
@@ -329,7 +329,7 @@ class _Comparison:
         A step counter has the same name everywhere, so finding one does not mean that `like` fits.
         """
         names = {*self.loaded, *(name for name, _, _ in self.mismatched)}
-        lost = [name for name in self.kept if name not in self.view.kept]
+        lost = [name for name in self.kept_names if name not in self.view.kept_names]
         if not lost:
             return False
         if not names:
@@ -391,10 +391,10 @@ def compare(view: View, request: LoadRequest, policy: Policy) -> LoadReport:
 
         skipped_rows = unexpected if policy.skip_unexpected else ()
         raise LoadMismatch(mismatch.message(where, rows, stored.lacks, names, skipped_rows))
-    if comparison.kept and comparison.nothing_fits(skipped):
+    if comparison.kept_names and comparison.nothing_fits(skipped):
         from unickpt.loading import mismatch
 
-        lost = [comparison.missing(name) for name in comparison.kept]
+        lost = [comparison.missing(name) for name in comparison.kept_names]
         raise LoadMismatch(mismatch.nothing_fits(where, [*lost, *unexpected]))
     untaken = [name for name in (*skipped, *view.dropped) if selection.has(name)]
     if untaken:
@@ -406,7 +406,7 @@ def compare(view: View, request: LoadRequest, policy: Policy) -> LoadReport:
     return LoadReport(
         where,
         tuple(comparison.loaded),
-        tuple(sorted(comparison.kept, key=natural)),
+        tuple(sorted(comparison.kept_names, key=natural)),
         tuple(skipped),
         tuple(sorted(comparison.mismatched, key=lambda row: natural(row[0]))),
         tuple(sorted(comparison.cast, key=lambda row: natural(row[0]))),

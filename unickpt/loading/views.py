@@ -42,7 +42,7 @@ class View(Protocol):
         """The arrays and values, under the requested names."""
 
     @property
-    def kept(self) -> frozenset[str]:
+    def kept_names(self) -> frozenset[str]:
         """Names that may be requested and are missing on purpose."""
 
     @property
@@ -98,7 +98,7 @@ class StoredView:
         checkpoint: what is stored.
     """
 
-    kept: frozenset[str] = frozenset()
+    kept_names: frozenset[str] = frozenset()
     dropped: Collection[str] = ()
     sources: Collection[str] = ()
     misfits: Mapping[str, str] = {}

@@ -111,7 +111,7 @@ class _RoundOfMessages:
         self._job, me = job, job.index
         self._sent, self._received = _Messages(job.group.count), _Messages(job.group.count)
         for chunk in chunks:
-            for process, boxes in chunk.wanted.items():
+            for process, boxes in chunk.wanted_boxes.items():
                 for box in boxes:
                     if chunk.owner == me != process:
                         self._sent.add(chunk, box, process)
@@ -122,7 +122,7 @@ class _RoundOfMessages:
     def to_fill(self, chunk: SharedChunk) -> Sequence[tuple[Box, Array]]:
         return self._sent.views(self._outbox, chunk)
 
-    def is_taken(self, chunk: SharedChunk) -> bool:
+    def is_received(self, chunk: SharedChunk) -> bool:
         return chunk.owner != self._job.index
 
     def exchange(self, error: Exception | None) -> None:
@@ -133,14 +133,16 @@ class _RoundOfMessages:
         if error is not None or self._inbox[received.starts].any():
             self._job.gather_reports(error)
 
-    def taken(self, chunk: SharedChunk) -> Sequence[tuple[Box, Array]]:
+    def received(self, chunk: SharedChunk) -> Sequence[tuple[Box, Array]]:
         return self._received.views(self._inbox, chunk)
 
 
 def _moved_bytes(chunk: SharedChunk) -> Mapping[int, int]:
     """What processes send and receive of a chunk."""
     itemsize = chunk.entry.itemsize
-    moved = {p: itemsize * sum(box.size for box in boxes) for p, boxes in chunk.wanted.items()}
+    moved = {
+        p: itemsize * sum(box.size for box in boxes) for p, boxes in chunk.wanted_boxes.items()
+    }
     moved[chunk.owner] = sum(moved.values())
     return moved
 

@@ -168,7 +168,7 @@ def _is_worth_sharing(stored: Reader, jobs: Sequence[Job], mine: int, count: int
 
 def _shared_bytes(chunk: SharedChunk) -> Mapping[int, int]:
     """Memory that a chunk takes of the process that reads it, if others need it."""
-    return {chunk.owner: _aligned(chunk)} if len(chunk.wanted) > 1 else {}
+    return {chunk.owner: _aligned(chunk)} if len(chunk.wanted_boxes) > 1 else {}
 
 
 def _aligned(chunk: SharedChunk) -> int:
@@ -196,7 +196,10 @@ def _read_with(
     most = min(nbytes for _, nbytes in reports)
     entries = [e for e in stored.index.arrays.values() if any(e.name in w for w in wants)]
     rounds = schedule(entries, wants, _shared_bytes, most)
-    if sum((len(c.wanted) - 1) * c.nbytes for chunks in rounds for c in chunks) < _LEAST_BYTES:
+    if (
+        sum((len(c.wanted_boxes) - 1) * c.nbytes for chunks in rounds for c in chunks)
+        < _LEAST_BYTES
+    ):
         raise RendezvousEnded("they need different chunks")
     # Whoever took another's chunk for the one that it needs would load other values.
     facts = [[(*chunk.key, chunk.owner) for chunk in chunks] for chunks in rounds]
@@ -248,7 +251,7 @@ class SharedMemory:
         """Whether others need a chunk."""
         return chunk.key in self._offsets
 
-    def of(self, chunk: SharedChunk, begin: int) -> Array:
+    def view(self, chunk: SharedChunk, begin: int) -> Array:
         """The memory of a shared chunk.
 
         Arguments:
@@ -266,14 +269,14 @@ class _RoundInMemory(NamedTuple):
     begin: int
 
     def to_fill(self, chunk: SharedChunk) -> Sequence[tuple[Box, Array]]:
-        return self.taken(chunk) if self.is_taken(chunk) else ()
+        return self.received(chunk) if self.is_received(chunk) else ()
 
-    def is_taken(self, chunk: SharedChunk) -> bool:
+    def is_received(self, chunk: SharedChunk) -> bool:
         return self.memory.is_shared(chunk)
 
     def exchange(self, error: Exception | None) -> None:
         self.memory.end(error)
         self.memory.gather()
 
-    def taken(self, chunk: SharedChunk) -> Sequence[tuple[Box, Array]]:
-        return [(chunk.box, self.memory.of(chunk, self.begin))]
+    def received(self, chunk: SharedChunk) -> Sequence[tuple[Box, Array]]:
+        return [(chunk.box, self.memory.view(chunk, self.begin))]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from unickpt.frameworks.host_memory import CommonOptions, MemoryBudget
 from unickpt.frameworks.process_group import Group
-from unickpt.quoting import given
+from unickpt.quoting import changed_repr
 
 if TYPE_CHECKING:
     from unickpt.progress import Progress
@@ -58,7 +58,7 @@ class LoadOptions(CommonOptions):
     group: Group | Any | None = None
     progress: Progress = None
 
-    __repr__ = given
+    __repr__ = changed_repr
 
     def __post_init__(self) -> None:
         self.check_common()

@@ -101,7 +101,7 @@ class MappedSource:
         intervals = [line.bounds(ranges) for line in self._source_indices]
         return Box(tuple(a for a, _ in intervals), tuple(b for _, b in intervals))
 
-    def held(self, chunk: Box) -> list[AxisRanges]:
+    def ranges_within(self, chunk: Box) -> list[AxisRanges]:
         """The axes' ranges that lie within a box of the stored array."""
         from unickpt.arrays.index_map import pull
 
@@ -128,7 +128,7 @@ class _Pulled:
         self.boxes: Sequence[Box] = [source.bounds(r) for r in ranges]
 
     def copies(self, chunk: Box) -> Iterator[Copy]:
-        for ours in self._source.held(chunk):
+        for ours in self._source.ranges_within(chunk):
             for theirs in self._ranges:
                 common = tuple(
                     (max(a, c), min(b, d)) for (a, b), (c, d) in zip(ours, theirs, strict=True)

@@ -61,7 +61,7 @@ class SharedChunk(NamedTuple):
     row: int
     box: Box
     owner: int
-    wanted: Mapping[int, Sequence[Box]]
+    wanted_boxes: Mapping[int, Sequence[Box]]
 
     @property
     def nbytes(self) -> int:
@@ -137,8 +137,8 @@ class Exchange(Protocol):
     def to_fill(self, chunk: SharedChunk) -> Sequence[tuple[Box, Array]]:
         """Memory for boxes of a chunk that this process reads for others."""
 
-    def is_taken(self, chunk: SharedChunk) -> bool:
-        """Whether what this process needs of a chunk is taken from `taken`, not when it is read."""
+    def is_received(self, chunk: SharedChunk) -> bool:
+        """Whether what this process needs of a chunk comes from `received`, not from its read."""
 
     def exchange(self, error: Exception | None) -> None:
         """Gives the others what this process has read; called by all.
@@ -150,7 +150,7 @@ class Exchange(Protocol):
             Exception: a process can't go on.
         """
 
-    def taken(self, chunk: SharedChunk) -> Sequence[tuple[Box, Array]]:
+    def received(self, chunk: SharedChunk) -> Sequence[tuple[Box, Array]]:
         """After `exchange`: the boxes of a chunk that this process got."""
 
 
@@ -203,7 +203,7 @@ class SharedRead:
         """
         self._me = transport.index
         for chunk in (chunk for chunks in rounds for chunk in chunks):
-            if self._me in chunk.wanted:
+            if self._me in chunk.wanted_boxes:
                 self._fillings.expect(chunk.entry.name)
         self._reader = ChunkReader(self._stored)
         try:
@@ -226,7 +226,7 @@ class SharedRead:
         for chunk in begun.chunks:
             if chunk.owner == self._me:
                 consumers = [_copying(chunk, *memory) for memory in begun.exchange.to_fill(chunk)]
-                if not begun.exchange.is_taken(chunk):
+                if not begun.exchange.is_received(chunk):
                     consumers += self._fillings.consumers(*chunk.key)
                 pieces = [piece for consumer in consumers for piece in consumer.pieces(chunk.box)]
                 if pieces:
@@ -252,14 +252,14 @@ class SharedRead:
                 for piece in consumer.pieces(box):
                     piece.place(data)
 
-        own_chunks = [chunk for chunk in begun.chunks if self._me in chunk.wanted]
+        own_chunks = [chunk for chunk in begun.chunks if self._me in chunk.wanted_boxes]
         self._reader.work(
             place,
             [
                 (box, data, self._fillings.consumers(*chunk.key))
                 for chunk in own_chunks
-                if begun.exchange.is_taken(chunk)
-                for box, data in begun.exchange.taken(chunk)
+                if begun.exchange.is_received(chunk)
+                for box, data in begun.exchange.received(chunk)
             ],
         )
         for chunk in own_chunks:

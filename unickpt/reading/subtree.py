@@ -18,7 +18,7 @@ from unickpt.format.index import CONVERSION, OF_THE_WHOLE, RESERVED, ArrayEntry,
 from unickpt.format.reader import ParallelMap, Reader, Request
 from unickpt.format.timing import Timing
 from unickpt.frameworks.sections import StoredValue
-from unickpt.quoting import counted, quoted, some
+from unickpt.quoting import counted, first_few, quoted
 from unickpt.trees import tree, tree_json
 
 T = TypeVar("T")
@@ -191,7 +191,9 @@ def _nothing(whole: Reader, under: str) -> str:
     import difflib  # here, so that importing unickpt stays fast
 
     counts = Counter(re.sub("/.*", "/", name, flags=re.DOTALL) for name in whole.index.names)
-    shown = some([f"{quoted(name)} ({counted(n, 'leaf', 'leaves')})" for name, n in counts.items()])
+    shown = first_few(
+        [f"{quoted(name)} ({counted(n, 'leaf', 'leaves')})" for name, n in counts.items()]
+    )
     short = [name for name in counts if len(name) < _MOST_COMPARED]
     bare = re.sub(r"^[./]+|[./]+$", "", under[:_MOST_COMPARED])
     if any(name.startswith(f"{under}.") for name in whole.index.names):

@@ -70,7 +70,7 @@ class WriteItem:
         """Each of its chunks."""
         if self.count == 1:
             return (self,)
-        return [self.some(range(index, index + 1)) for index in range(self.count)]
+        return [self.select(range(index, index + 1)) for index in range(self.count)]
 
     def with_borrowed(self, borrowed: bool) -> WriteItem:
         """The same, borrowed or not."""
@@ -79,7 +79,7 @@ class WriteItem:
             self.fragment, self.assumed, self.unit, borrowed, self.count,
         )  # fmt: skip
 
-    def some(self, which: range) -> WriteItem:
+    def select(self, which: range) -> WriteItem:
         """Some of its chunks, by their positions among them."""
         if len(which) == self.count:
             return self
@@ -107,12 +107,12 @@ class Compared(NamedTuple):
 
     Arguments:
         digest: of the chunk.
-        taken: where its values are; empty if it has to be written.
+        reused: where its values are; empty if it has to be written.
         added: one more value, which is to be written.
     """
 
     digest: int
-    taken: Sequence[Taken] = ()
+    reused: Sequence[Taken] = ()
     added: bytes | None = None
 
 
@@ -149,12 +149,12 @@ class ValuePlaces:
         whole one, or its full chunk and what was added to that."""
         places, additions = list[ValuePlace](), list[tuple[int, ...]]()
         for row, comparison in comparisons.items():
-            first = comparison.taken[0]
+            first = comparison.reused[0]
             assert not isinstance(first, bytes), "only what is added is written again"
             places.append(self.place(first))
             additions += [
                 (row, link, *self.place(value))
-                for link, value in enumerate(comparison.taken[1:], FULL_LINK + 1)
+                for link, value in enumerate(comparison.reused[1:], FULL_LINK + 1)
                 if not isinstance(value, bytes)
             ]
         if not comparisons:

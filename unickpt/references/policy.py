@@ -137,21 +137,21 @@ class Claim(Protocol):
 
     Arguments:
         written: those that are written, in this order, unless they are equal in the base.
-        taken: those that are taken from the base, whatever they hold.
+        reused: those that are taken from the base, whatever they hold.
         notes: what codecs say about arrays of which chunks are taken: number of the array, codec,
             note.
     """
 
     written: Sequence[WriteItem]
-    taken: Sequence[WriteItem]
+    reused: Sequence[WriteItem]
     notes: Sequence[tuple[int, str, Any]]
 
     def take(self, places: ValuePlaces, first: int) -> Mapping[int, WriteItem]:
-        """Takes `taken`; called while the others are written.
+        """Takes `reused`; called while the others are written.
 
         Arguments:
-            places: where it is noted, of `written` and `taken`.
-            first: the row of the first of `taken`.
+            places: where it is noted, of `written` and `reused`.
+            first: the row of the first of `reused`.
 
         Returns:
             Those that have to be written after all, by their rows.

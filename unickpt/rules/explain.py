@@ -250,7 +250,7 @@ def _misfits(
     explained = set(matched)
     for lift in shared:
         for slot in (lift.left, lift.right):
-            explained.update(slot_name for name in matched for slot_name in slot.of(name))
+            explained.update(slot_name for name in matched for slot_name in slot.names_for(name))
     problems = []
     for family, names in _once_for_each_lift(by_statement.values()):
         meant, hint = _instead(family, {n: f for n, f in leftovers.items() if n not in names})

@@ -44,7 +44,7 @@ class StateName:
         alone = all(isinstance(item, str) for item in self.name.items)
         return "".join(map(str, self.name.items)) if alone else None
 
-    def of(self, parameter: str) -> list[str]:
+    def names_for(self, parameter: str) -> list[str]:
         """The names that the slot of a parameter may have; none where it is not in the domain."""
         inner = _without((parameter,), self.domain)
         whole = [] if inner is None else [inner]
@@ -244,7 +244,7 @@ def _names(
         if not family.rule.lifted
         for name in names_of(family, family.rule.left if left else family.rule.right)
     ]
-    names = list(dict.fromkeys(n for parameter in parameters for n in slot.of(parameter)))
+    names = list(dict.fromkeys(n for parameter in parameters for n in slot.names_for(parameter)))
     assert other.single is not None, "one side has one name"
     neighbours = _neighbours(other.single, candidates, left)
     if not neighbours:

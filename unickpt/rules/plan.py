@@ -109,7 +109,7 @@ class RulePlan:
     Arguments:
         made: by name.
         aliases: further names of arrays that are made.
-        kept: requested names that the rules leave as they are (`drop` on the left).
+        kept_names: requested names that the rules leave as they are (`drop` on the left).
         dropped: what is stored and not carried over, with the rule that says so.
         checks: what must hold so that no stored data is lost.
         nameless: constants that are not made, because only what is asked for would tell their
@@ -121,7 +121,7 @@ class RulePlan:
 
     made: dict[str, Made] = field(default_factory=dict)
     aliases: dict[str, str] = field(default_factory=dict)
-    kept: set[str] = field(default_factory=set)
+    kept_names: set[str] = field(default_factory=set)
     dropped: dict[str, str] = field(default_factory=dict)
     checks: list[Same | Constant] = field(default_factory=list)
     nameless: dict[str, str] = field(default_factory=dict)

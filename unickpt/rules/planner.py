@@ -147,7 +147,7 @@ class _RulePlanner:
 
     def _left_over(self, plan: RulePlan, valid: Sequence[Family]) -> tuple[LeafFacts, LeafFacts]:
         """The stored leaves that are not used, and the requested ones that are not made."""
-        used, made = _used(plan, valid), {*plan.made, *plan.aliases, *plan.kept}
+        used, made = _used(plan, valid), {*plan.made, *plan.aliases, *plan.kept_names}
         requested = {} if self._want is None else self._want.facts
         unused = {name: fact for name, fact in self._stored.facts.items() if name not in used}
         return unused, {name: fact for name, fact in requested.items() if name not in made}
@@ -158,7 +158,9 @@ class _RulePlanner:
         requested_facts = {} if self._want is None else self._want.facts
         stored = {name: self._stored.facts[name] for name in (*unused, *plan.dropped)}
         requested = {
-            name: requested_facts[name] for name in (*unmade, *plan.kept) if name in requested_facts
+            name: requested_facts[name]
+            for name in (*unmade, *plan.kept_names)
+            if name in requested_facts
         }
         return misplaced_lifts(self._rules.rules, self._rules.shared, candidates, stored, requested)
 
@@ -298,7 +300,7 @@ class _ArrayMaker:
                 if not self._is_wanted(name):
                     continue
                 if nothing.value is None:
-                    self.plan.kept.add(name)
+                    self.plan.kept_names.add(name)
                     continue
                 shape = tuple(axes.size_of(item, family.sizes) or 0 for item in items)
                 requested_dtype = None if self._want is None else self._want.facts[name].dtype

@@ -38,7 +38,7 @@ class Provenance:
     sizes: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, metadata: Mapping[str, Any], where: str) -> Provenance:
+    def from_metadata(cls, metadata: Mapping[str, Any], where: str) -> Provenance:
         """Reads the record from a checkpoint's metadata.
 
         Raises:

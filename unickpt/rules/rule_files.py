@@ -19,7 +19,7 @@ MOST_CHARACTERS = 16 << 20
 def presets() -> list[str]:
     """The names of all presets: those of unickpt, then those of other packages."""
     builtin = _files(doors.ours("presets"))
-    return [*sorted(builtin), *sorted(_files(doors.others("presets")).keys() - builtin)]
+    return [*sorted(builtin), *sorted(_files(doors.other_packages("presets")).keys() - builtin)]
 
 
 def preset_file(name: str) -> Path:
@@ -30,7 +30,7 @@ def preset_file(name: str) -> Path:
     """
     if not isinstance(name, str):
         raise RuleError(f"the name of a preset is a str, not of type {type(name).__name__}")
-    for group in (doors.ours, doors.others):
+    for group in (doors.ours, doors.other_packages):
         path = _files(group("presets")).get(name)
         if path is not None:
             return path
@@ -92,7 +92,7 @@ def open_included(line: IncludeLine, folder: Path) -> tuple[str, str, Path]:
     try:
         return str(path), read_text(path, _open_regular), path.parent
     except OSError as error:
-        if name in _files(doors.others("presets")):
+        if name in _files(doors.other_packages("presets")):
             return _included_preset(name)
         near = difflib.get_close_matches(name, presets(), n=1)
         hint = f"Did you mean {near[0]!r}? " if near else ""

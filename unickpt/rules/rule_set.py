@@ -12,7 +12,7 @@ from typing import Any
 
 from unickpt import doors
 from unickpt.errors import RuleError, RuleSyntaxError, RuleWarning
-from unickpt.quoting import counted, some
+from unickpt.quoting import counted, first_few
 from unickpt.rules import parser
 from unickpt.rules.ast import (
     ConventionLine,
@@ -273,7 +273,7 @@ class Rules(CompiledRules):
         count = sum(not rule.lifted for rule in self.rules)
         files = [repr(file) for file in dict.fromkeys(rule.position.file for rule in self.rules)]
         slots = f", {len(self.rules) - count} more of slots" if count < len(self.rules) else ""
-        return f"Rules({some(files)}: {counted(count, 'rule')}{slots})"
+        return f"Rules({first_few(files)}: {counted(count, 'rule')}{slots})"
 
     def _repr_html_(self) -> str:
         """The rules as they are written, for notebooks."""

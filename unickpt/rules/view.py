@@ -59,7 +59,7 @@ class RuledView:
         requested: Mapping[str, Fact] | None = None,
     ) -> None:
         self.checkpoint, self.rules, self.plan = checkpoint, rules, plan
-        self.asked = requested or {}
+        self.requested = requested or {}
         self._recipes: dict[str, Recipe] = {}
         self.numbers: dict[str, tree_json.Plain] = {}
         arrays: dict[str, ArrayEntry] = {}
@@ -77,7 +77,7 @@ class RuledView:
                 self._sources[name] = source
             else:
                 value = stored.values[source]
-                entry = _number_entry(name, value, made, self.asked.get(name))
+                entry = _number_entry(name, value, made, self.requested.get(name))
                 if entry is None:
                     plain[name] = value
                 else:
@@ -86,7 +86,7 @@ class RuledView:
         self.index = replace(
             stored, tree=None, arrays=arrays, aliases=plan.aliases, values=plain, per_process=blobs
         )
-        self.kept, self.misfits = frozenset(plan.kept), plan.misfits
+        self.kept_names, self.misfits = frozenset(plan.kept_names), plan.misfits
         self.sources, self.unused = stored.names, plan.unused
         self.dropped: Collection[str] = plan.dropped
 
@@ -98,7 +98,7 @@ class RuledView:
             RuleError: the rules would apply arithmetic to an array a second time.
         """
         where = str(self.checkpoint.location)
-        recorded = Provenance.of(self.checkpoint.index.metadata, where)
+        recorded = Provenance.from_metadata(self.checkpoint.index.metadata, where)
         return recorded.after(self.rules, self.plan, where)
 
     def node(self) -> tree.Node | tree.Leaf:
@@ -250,7 +250,7 @@ def through(
     where, metadata = str(checkpoint.location), checkpoint.index.metadata
     stored = stored_facts(checkpoint)
     if RESERVED in metadata:
-        recorded = Provenance.of(metadata, where)
+        recorded = Provenance.from_metadata(metadata, where)
         recorded.check(rules, where)
         stored = replace(stored, sizes=recorded.sizes)
     try:
@@ -340,9 +340,9 @@ def load_view(
         return through(stored, rules, strict=policy.is_strict), None
     nothing = StoredTree({}, lambda: None)
     offered = Offered(
-        stored, rules, lambda: _requested_facts(LoadRequest.of(like, among, lambda: nothing))
+        stored, rules, lambda: _requested_facts(LoadRequest.from_tree(like, among, lambda: nothing))
     )
-    request = LoadRequest.of(
+    request = LoadRequest.from_tree(
         like, among, lambda: StoredTree(offered, offered.node), policy.selection
     )
     facts, keep = _requested_facts(request), policy.keep_mismatched

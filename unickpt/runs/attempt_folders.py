@@ -16,7 +16,7 @@ from unickpt.commit import borrowers, version
 from unickpt.errors import SaveConflict, StorageError, UnickptError
 from unickpt.format import borrowed
 from unickpt.format.refusals import refuse_unknown
-from unickpt.quoting import some
+from unickpt.quoting import first_few
 from unickpt.reading import checkpoint
 from unickpt.storage import errors, local_folders
 from unickpt.storage.local_folders import LOCK_SUFFIX
@@ -37,8 +37,8 @@ class Needed(SaveConflict):
 
     def __init__(self, location: Location, borrowers: Sequence[str]) -> None:
         super().__init__(
-            f"{location} has chunks of {some(borrowers)}, which did not write them again; remove "
-            "these first"
+            f"{location} has chunks of {first_few(borrowers)}, which did not write them again; "
+            "remove these first"
         )
 
 
@@ -150,7 +150,7 @@ def check_unneeded(location: Location, context: ts.Context) -> None:
     """
     refuse_unknown(location, context)
     with errors.writing(location):
-        names = borrowers.of(location, context)
+        names = borrowers.list_borrowers(location, context)
     if names:
         raise Needed(location, names)
 

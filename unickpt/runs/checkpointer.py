@@ -270,7 +270,7 @@ class Checkpointer:
             if self._fences:
                 owners = {owner for fence in self._fences for owner in fence.owners()}
             request = SaveRequest(
-                self._steps.first.at(step),
+                self._steps.first.location_of(step),
                 tree,
                 options if changed is None else knowing(options, changed, self._reuses),
                 overwrite,

@@ -165,8 +165,8 @@ class Cleaning:
         for (folder, step), attempts in list(self._left.items()):
             with self._steps.in_use.removing(step) as is_free, suppress(Unremoved):
                 if is_free:
-                    attempt_folders.remove_attempts(folder.at(step), attempts, context)
-                    attempt_folders.check_removed(folder.at(step), attempts, context)
+                    attempt_folders.remove_attempts(folder.location_of(step), attempts, context)
+                    attempt_folders.check_removed(folder.location_of(step), attempts, context)
                     del self._left[folder, step]
 
     def _clean_local(self, local: StepFolder, root_steps: Sequence[int], in_root: set[int]) -> None:

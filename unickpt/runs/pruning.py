@@ -10,7 +10,7 @@ from unickpt.commit.lease import holder
 from unickpt.errors import CheckpointNotFound, UnickptError, UnsupportedFormat
 from unickpt.format import unit_steps
 from unickpt.format.refusals import refuse_unknown
-from unickpt.quoting import some
+from unickpt.quoting import first_few
 from unickpt.reading import checkpoint
 from unickpt.runs.arguments import roles_of
 from unickpt.runs.cleaning import Cleaning
@@ -113,13 +113,15 @@ class PruneRun:
         removed, borrowed = self._unneeded(expendable, retires=self._leaves_out(steps[-1]))
         roles = self._steps.roles
         counting = steps if roles is None else roles.complete(steps)
-        kept_by = self._retention.kept({step: metrics[step] for step in counting})
+        kept_by = self._retention.steps_by_rule({step: metrics[step] for step in counting})
         reasons: dict[int, Sequence[str]] = {}
         for step in steps:
             if step in removed:
                 continue
             rules = [rule for rule, among in kept_by.items() if step in among]
-            needing = [f"{some(borrowed.pop(step))} borrow from it"] if step in borrowed else []
+            needing = (
+                [f"{first_few(borrowed.pop(step))} borrow from it"] if step in borrowed else []
+            )
             needing += [unknown[step]] if step in unknown else []
             reasons[step] = [*rules, *needing] or [self._other_reason(step, root_steps)]
         return PrunePlan(sorted(removed), borrowed, reasons)
@@ -152,7 +154,7 @@ class PruneRun:
         """Refuses to keep the best steps by a metric that none has: all would be removed."""
         retention = self._retention
         if not any(map(retention.rates, metrics.values())):
-            names = some(
+            names = first_few(
                 sorted({name for step_metrics in metrics.values() for name in step_metrics})
             )
             raise ValueError(
@@ -175,7 +177,7 @@ class PruneRun:
         for folder in self._steps.all:
             for step in {*steps} & {*folder.committed()}:
                 try:
-                    refuse_unknown(folder.at(step), paths.context())
+                    refuse_unknown(folder.location_of(step), paths.context())
                 except UnsupportedFormat as error:
                     reasons[step] = str(error)
         return reasons

@@ -18,7 +18,7 @@ from unickpt.errors import (
 )
 from unickpt.frameworks.members import named
 from unickpt.frameworks.process_group import Group, members_of
-from unickpt.quoting import counted, some
+from unickpt.quoting import counted, first_few
 from unickpt.runs import attempt_folders, lineage_notes
 from unickpt.runs.cleaning import Cleaning
 from unickpt.runs.roles import Roles
@@ -138,7 +138,7 @@ class Removal:
         _log.warning(
             "%s: going on from the newest step that all roles have: removing %s; %s of the others, "
             "which they have beyond it, will not count",
-            *(self._where, some(roles.behind) or "nothing", counted(len(roles.apart), "step")),
+            *(self._where, first_few(roles.behind) or "nothing", counted(len(roles.apart), "step")),
         )
         self._remove_now(roles.behind)
         roles.record(fsync=self._fsync)
@@ -190,7 +190,7 @@ class Removal:
         for step in sorted(steps, reverse=True):
             holders = [folder for folder in folders if step in steps_by_folder[folder]]
             for folder in holders:  # from all of them, or from none
-                attempt_folders.check_unneeded(folder.at(step), paths.context())
+                attempt_folders.check_unneeded(folder.location_of(step), paths.context())
             self._keep_later(step, steps)
             for folder in self._steps.newest_last(step, holders):
                 _log.info("removing %s", folder.path(step))
@@ -218,12 +218,12 @@ class Removal:
             versions = self._steps.versions(step)
             if step in removed_steps or versions.local is None or versions.root is not None:
                 continue
-            lineage = lineage_notes.read(local.at(step), versions.local)
+            lineage = lineage_notes.read(local.location_of(step), versions.local)
             if versions.is_abandoned or lineage.follows is None or next_newest is None:
                 continue
             new_lineage = replace(lineage, follows=lineage.follows | {next_newest.name})
             attempt = versions.local.attempt
-            lineage_notes.record(local.at(step), attempt, new_lineage, fsync=self._fsync)
+            lineage_notes.record(local.location_of(step), attempt, new_lineage, fsync=self._fsync)
 
 
 def barrier(group: Group) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from numbers import Integral
 from typing import Literal
 
-from unickpt.quoting import given
+from unickpt.quoting import changed_repr
 
 Metrics = Mapping[str, float]
 
@@ -44,7 +44,7 @@ class Retention:
     keep: Callable[[int], bool] | None = None
     keep_among: Callable[[Sequence[int]], Collection[int]] | None = None
 
-    __repr__ = given
+    __repr__ = changed_repr
 
     def __post_init__(self) -> None:
         for name in ("keep_last", "keep_every", "keep_best"):
@@ -96,10 +96,10 @@ class Retention:
         """
         if self.keeps_all:
             return []
-        kept_steps = set(protected).union(*self.kept(steps).values())
+        kept_steps = set(protected).union(*self.steps_by_rule(steps).values())
         return [step for step in sorted(steps) if step not in kept_steps]
 
-    def kept(self, steps: Mapping[int, Metrics]) -> dict[str, set[int]]:
+    def steps_by_rule(self, steps: Mapping[int, Metrics]) -> dict[str, set[int]]:
         """The steps that each rule keeps, by a text that names the rule.
 
         Arguments:

@@ -14,7 +14,7 @@ from types import FrameType
 from typing import Any
 
 from unickpt.frameworks.process_group import Group
-from unickpt.quoting import given
+from unickpt.quoting import changed_repr
 
 _log = logging.getLogger("unickpt")
 _DUE, _PREEMPTED = 1, 2
@@ -43,7 +43,7 @@ class SaveEvery:
     seconds: float | None = None
     preemption: bool = False
 
-    __repr__ = given
+    __repr__ = changed_repr
 
     def __post_init__(self) -> None:
         for name, value in (("steps", self.steps), ("seconds", self.seconds)):

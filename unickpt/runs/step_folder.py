@@ -86,16 +86,16 @@ class StepFolder:
         for step in sorted({*_numbers(folders)}.difference(in_flight)):
             attempts = folders[f"step_{step}"]
             is_whole = step in committed and len(attempts) == 1  # it must be the committed one
-            orphans.remove_crashed(self.at(step), attempts if is_whole else None, session)
+            orphans.remove_crashed(self.location_of(step), attempts if is_whole else None, session)
         for name in self.location.files(context):
             if name.startswith(PROBE):  # of a job that was killed while it looked for it
                 self.location.remove_file(name, context)
 
     def path(self, step: int) -> str:
         """The path of a step, saved or not."""
-        return str(self.at(step))
+        return str(self.location_of(step))
 
-    def at(self, step: int) -> Location:
+    def location_of(self, step: int) -> Location:
         return self.location.child(f"step_{step}")
 
     def committed(self) -> list[int]:
@@ -146,7 +146,7 @@ class StepFolder:
             StorageError: the storage failed.
         """
         with errors.writing(self.path(step)):
-            return version.version_at(self.at(step))
+            return version.version_at(self.location_of(step))
 
     def damage(self, step: int) -> str:
         """How a committed step is damaged; empty if it is not.
@@ -213,7 +213,7 @@ class StepFolder:
             Unremoved: files are left; the next job recognises them, too.
             StorageError: it could not be removed.
         """
-        attempt_folders.remove_checkpoint(self.at(step), paths.context())
+        attempt_folders.remove_checkpoint(self.location_of(step), paths.context())
 
     def borrowers(self, step: int) -> list[str]:
         """The names of the steps that have chunks in this one, and so need it.
@@ -222,7 +222,7 @@ class StepFolder:
             StorageError: the storage failed.
         """
         with errors.writing(self.path(step)):
-            return borrowers.of(self.at(step), paths.context())
+            return borrowers.list_borrowers(self.location_of(step), paths.context())
 
     def retire(self, step: int) -> str | None:
         """Makes a step one that only those see that have chunks in it.
@@ -234,7 +234,7 @@ class StepFolder:
             StorageError: the storage failed.
         """
         with errors.writing(self.path(step)):
-            return borrowed.retire(self.at(step), paths.context())
+            return borrowed.retire(self.location_of(step), paths.context())
 
     def retired(self) -> set[tuple[int, str]]:
         """All steps that were retired, each with the digest of its manifest; lists all files.
@@ -258,7 +258,7 @@ class StepFolder:
             StorageError: the storage failed.
         """
         with errors.writing(self.path(step)):
-            return attempt_folders.remove_retired(self.at(step), digest, paths.context())
+            return attempt_folders.remove_retired(self.location_of(step), digest, paths.context())
 
     def check_no_checkpoint(self) -> None:
         """Refuses to save steps into a folder that is a checkpoint itself.
@@ -284,7 +284,7 @@ class StepFolder:
             CheckpointExists: the step is a link; names its target.
             InvalidPath: it is a file.
         """
-        location = self.at(step)
+        location = self.location_of(step)
         if (target := location.link) is not None:
             raise CheckpointExists(
                 f"{self.path(step)} is a symbolic link to {target}; a run saves only into its own "

@@ -10,7 +10,7 @@ from typing import Any
 from unickpt.errors import CheckpointCorrupt, CheckpointExists, CheckpointNotFound, ProcessFailed
 from unickpt.frameworks.process_group import Group
 from unickpt.loading.loader import load
-from unickpt.quoting import shortened, some
+from unickpt.quoting import first_few, shortened
 from unickpt.runs.step_folder import StepFolder
 from unickpt.runs.steps import Steps
 from unickpt.storage import paths
@@ -147,7 +147,7 @@ def _no_step(location: Location) -> str:
         folders = location.folders(paths.context())
         foreign_folders = [n for n in folders if not n.startswith((".", "step_"))]
     more = (
-        f"; it has {shortened(some(foreign_folders), 200)}, which are no steps of unickpt: if "
+        f"; it has {shortened(first_few(foreign_folders), 200)}, which are no steps of unickpt: if "
         "another system saved them, load one by unickpt.load(path)"
     )
     return f"no step is committed in {location}{more if foreign_folders else ''}"

@@ -12,7 +12,7 @@ from unickpt.errors import CheckpointExists, UnsupportedLeaf
 from unickpt.features import RunFeature, SaveCall, SaveFeature
 from unickpt.format.index import RESERVED
 from unickpt.options import SaveOptions
-from unickpt.quoting import some
+from unickpt.quoting import first_few
 from unickpt.runs import lineage_notes
 from unickpt.runs.cleaning import Cleaning
 from unickpt.runs.lineage_notes import Lineage
@@ -85,7 +85,7 @@ class StepSave:
         if len(numbers) < len(self._call.metrics or ()):
             names = [(str(plain_key(name)), name) for name in self._call.metrics or ()]
             same = [repr(name) for text, name in names if [t for t, _ in names].count(text) > 1]
-            raise UnsupportedLeaf(f"metrics: two names are stored as one: {some(same)}")
+            raise UnsupportedLeaf(f"metrics: two names are stored as one: {first_few(same)}")
         shown = {n: v if math.isfinite(v) else str(v) for n, v in numbers.items()}  # JSON lacks nan
         library_metadata: dict[str, Any] = {**features, "step": self._step, "metrics": shown}
         if self._steps.recorded is not None:
@@ -138,7 +138,9 @@ class StepSave:
         first = self._steps.first
         if self._lineage is not None and self._copying is not None:
             fsync = self._copying.options.fsync
-            lineage_notes.record(first.at(self._step), self._attempt, self._lineage, fsync=fsync)
+            lineage_notes.record(
+                first.location_of(self._step), self._attempt, self._lineage, fsync=fsync
+            )
         first.lease.check()
 
     def _committed(self) -> None:

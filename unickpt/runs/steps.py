@@ -24,7 +24,7 @@ from unickpt.errors import (
     StorageError,
     UnsupportedFormat,
 )
-from unickpt.quoting import quoted, some
+from unickpt.quoting import first_few, quoted
 from unickpt.runs import lineage_notes
 from unickpt.runs.roles import Roles
 from unickpt.runs.step_folder import StepFolder
@@ -367,8 +367,8 @@ class Steps:
             )
         return LaterStepsExist(
             f"{self.root.location}: step {step} is below existing "
-            f"{'step' if len(later) == 1 else 'steps'} {some(later)}. A restart would go on from "
-            f"step {max(later)}, not from this one; {ways}"
+            f"{'step' if len(later) == 1 else 'steps'} {first_few(later)}. A restart would go on "
+            f"from step {max(later)}, not from this one; {ways}"
         )
 
     # --- what happened to them -----------------------------------------------------------------
@@ -417,7 +417,7 @@ def _compare(local: StepFolder, root: StepFolder, step: int) -> TierVersions:
         newer = Newer.ROOT if _is_abandoned(local, root, step, local_version) else Newer.LOCAL
     elif local_version.name == root_version.name:
         newer = Newer.SAME
-    elif root_version.name in lineage_notes.read(local.at(step), local_version).supersedes:
+    elif root_version.name in lineage_notes.read(local.location_of(step), local_version).supersedes:
         newer = Newer.LOCAL
     elif damage := root.damage(step):
         _log.warning("%s; the version in %s replaces it", damage, local.path(step))
@@ -433,7 +433,7 @@ def _is_abandoned(local: StepFolder, root: StepFolder, step: int, version: Versi
     It is not abandoned if it follows the newest step of the root, or if a step that is in both
     tiers follows it. A root without any step says nothing: its storage may be lost, or not mounted.
     """
-    lineage = lineage_notes.read(local.at(step), version)
+    lineage = lineage_notes.read(local.location_of(step), version)
     newest = root.newest()
     if newest is None:
         return False
@@ -445,6 +445,8 @@ def _is_abandoned(local: StepFolder, root: StepFolder, step: int, version: Versi
         local_version, copy = local.version(later), root.version(later)
         if local_version is None or copy is None or local_version.name != copy.name:
             continue
-        if version.name in (lineage_notes.read(local.at(later), local_version).follows or ()):
+        if version.name in (
+            lineage_notes.read(local.location_of(later), local_version).follows or ()
+        ):
             return False
     return True

@@ -112,7 +112,7 @@ class Copying:
             if not local_versions:
                 return set()
             last = max(local_versions)
-            lineage = lineage_notes.read(self._local.at(last), local_versions[last])
+            lineage = lineage_notes.read(self._local.location_of(last), local_versions[last])
             return {local_versions[last].name, *(lineage.follows or ())}
         if newest is None:
             return {version.name for version in local_versions.values()}
@@ -124,7 +124,7 @@ class Copying:
         local_version, names = self._local.version(step), list[str]()
         if local_version is not None:
             names = [
-                *lineage_notes.read(self._local.at(step), local_version).supersedes,
+                *lineage_notes.read(self._local.location_of(step), local_version).supersedes,
                 local_version.name,
             ]
         try:
@@ -187,7 +187,7 @@ class Copying:
     def _is_copied(self, step: int, version: Version) -> None:
         """Records that a version is complete in the root."""
         self._cleaning.copied.add(version.name)
-        location = self._local.at(step)
+        location = self._local.location_of(step)
         try:
             lineage_notes.record_copied(location, version, fsync=self.options.fsync)
         except StorageError as error:  # the copy is there; a record is missing
@@ -253,7 +253,7 @@ def copy_version(
         SaveConflict: another job saved here, or holds the lease.
         UnsupportedFormat: one of the versions needs what this unickpt does not know.
     """
-    origin, destination = source.at(step), root.at(step)
+    origin, destination = source.location_of(step), root.location_of(step)
     where = f"copying {origin} to {destination}"
     if not version.attempt:
         raise CheckpointCorrupt(f"{where}: its manifest is damaged; nothing was copied")
@@ -307,7 +307,7 @@ def _open_base_files(root: StepFolder, reader: OcdbtReader, step: int) -> HeldFi
     """What a step of the root, or the one it borrows from, has of the files of a checkpoint."""
     try:
         linked = held_files.linked_chunks(reader)
-        base = ocdbt_reader.open(root.at(step)) if linked else None
+        base = ocdbt_reader.open(root.location_of(step)) if linked else None
         if base is not None and base.index.bases:
             base = ocdbt_reader.open(borrowed.sibling(base.location, base.index.bases[0].name))
         if base is None or base.index.bases or base.location.link is not None:
@@ -324,7 +324,7 @@ def _undo(root: StepFolder, step: int, version: Version, replaced: Version | Non
         return  # it rewrote a damaged version in place
     if version.name in root.offered:
         return  # an earlier try got no answer and may have been committed
-    location = root.at(step)
+    location = root.location_of(step)
     with suppress(Exception):
         location.child(f"processes/{version.attempt}").remove(paths.context())
         if replaced is None:

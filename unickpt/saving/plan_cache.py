@@ -89,7 +89,7 @@ class _Together:
         if self.copy is not None:
             self.copy(leaves, indices)
         else:
-            reads = self.adapter.kept(leaves)
+            reads = self.adapter.readers(leaves)
         for source, read in zip(sources, reads, strict=True):
             for fragment in source.fragments:
                 fragment.read = read
@@ -115,7 +115,7 @@ class _Together:
             buffer = buffer[-(-nbytes // _ALIGNMENT) * _ALIGNMENT :]
 
 
-class _Other(NamedTuple):
+class _SingleArray(NamedTuple):
     """An array that is described again.
 
     Arguments:
@@ -173,7 +173,7 @@ class CachedPlan:
         facts: of these.
         description: of the save, with the arrays as they are kept.
         together: arrays that are kept all at once.
-        others: arrays that are described again, one by one.
+        singles: arrays that are described again, one by one.
         plan: of the chunks; None until it is made.
     """
 
@@ -189,7 +189,7 @@ class CachedPlan:
     facts: Sequence[ArrayFacts]
     description: Description
     together: Sequence[_Together]
-    others: Sequence[_Other]
+    singles: Sequence[_SingleArray]
     plan: WritePlan | None = None
 
     def __post_init__(self) -> None:
@@ -208,7 +208,7 @@ class CachedPlan:
         if list(map(type, values)) != self.types:
             return False
         try:
-            return all(ArrayFacts.of(f.adapter, f.at, values) == f for f in self.facts)
+            return all(ArrayFacts.gather(f.adapter, f.numbers, values) == f for f in self.facts)
         except Exception:  # an array was deleted, say: it is for `describe` to say so
             return False
 
@@ -223,7 +223,7 @@ class CachedPlan:
         program, so that that can be freed before."""
         for group in self.together:
             group.let_go()
-        _forget([other.kept_source for other in self.others])
+        _forget([single.kept_source for single in self.singles])
         self.cache._give(self)
 
 
@@ -331,10 +331,10 @@ class SameTree(DescribedTree):
 
     def __init__(self, job: SaveTask, plan: CachedPlan, values: Sequence[Any]) -> None:
         self._job, self.cached, self._values = job, plan, values
-        self._others, self._together = list[_Other](), list[_Together]()
+        self._singles, self._together = list[_SingleArray](), list[_Together]()
         """What this save does not leave out."""
         self._sources = list[ArraySource]()
-        """The arrays of `_others`."""
+        """The arrays of `_singles`."""
 
     @property
     def described(self) -> Collection[ArraySource]:
@@ -375,21 +375,23 @@ class SameTree(DescribedTree):
         self._description = description = (
             description if write_filter is None else description.selected(write_filter)
         )
-        self._others = [other for other in self.cached.others if description.writes(other.unit)]
+        self._singles = [
+            single for single in self.cached.singles if description.writes(single.unit)
+        ]
         self._together = [group for group in self.cached.together if description.writes(group.unit)]
         values, group = self._values, self._job.group
-        self._sources = [o.adapter.source(values[o.number], group) for o in self._others]
+        self._sources = [o.adapter.source(values[o.number], group) for o in self._singles]
         return description
 
     def arrays(self) -> Mapping[str, Any]:
         return {name: self._values[number] for number, name in self.cached.arrays}
 
     def current(self, names: Collection[str]) -> Mapping[str, ArraySource]:
-        both = zip(self._others, self._sources, strict=True)
-        sources = {other.name: source for other, source in both if other.name in names}
+        both = zip(self._singles, self._sources, strict=True)
+        sources = {single.name: source for single, source in both if single.name in names}
         for group in self._together:
             members = [n for n, name in enumerate(group.names) if name in names]
-            reads = group.adapter.kept([self._values[group.numbers[n]] for n in members])
+            reads = group.adapter.readers([self._values[group.numbers[n]] for n in members])
             for n, read in zip(members, reads, strict=True):
                 source = group.sources[n]
                 fragments = tuple(
@@ -400,8 +402,8 @@ class SameTree(DescribedTree):
 
     def assumed(self) -> Iterator[tuple[int, ArraySource, bool]]:
         """The assumed replicas: their numbers, sources, and whether these stay as they are."""
-        both = zip(self._others, self._sources, strict=True)
-        now = {id(other.kept_source): source for other, source in both}
+        both = zip(self._singles, self._sources, strict=True)
+        now = {id(single.kept_source): source for single, source in both}
         for number, name, kept_source in self.cached.assumed:
             if id(kept_source) in now or self._description.has(name, kept_source):
                 yield number, now.get(id(kept_source), kept_source), id(kept_source) not in now
@@ -434,10 +436,10 @@ class SameTree(DescribedTree):
             The fragments of these, each with that of the array as it is kept.
         """
         pairs = []
-        for other, source in zip(self._others, self._sources, strict=True):
-            kept_source = keep(other.name, source)
+        for single, source in zip(self._singles, self._sources, strict=True):
+            kept_source = keep(single.name, source)
             for target, fresh in zip(
-                other.kept_source.fragments, kept_source.fragments, strict=True
+                single.kept_source.fragments, kept_source.fragments, strict=True
             ):
                 assert target.box == fresh.box, f"{target.box} is now {fresh.box}"
                 target.read, target.memory = fresh.read, fresh.memory
@@ -546,7 +548,7 @@ class PlanCache:
         names: dict[int, str] = {}
         arrays: dict[int, tuple[Adapter, list[int]]] = {}
         together: dict[tuple[int, bool, Unit | None], _Together] = {}
-        other_arrays: list[_Other] = []
+        single_arrays: list[_SingleArray] = []
         leaves = list(tree.leaves(root))
         for number, (name, value) in enumerate((leaf.name, leaf.value) for leaf in leaves):
             if type(value) in _PLAIN or type(value) is PerProcess:
@@ -565,7 +567,7 @@ class PlanCache:
             if (methods is None or not is_left_out) and (units is None or unit is not None):
                 copied = _is_copied(source, kept_sources[name], job.options.staging, methods)
             if copied is None:
-                other_arrays.append(_Other(number, name, unit, adapter, kept_sources[name]))
+                single_arrays.append(_SingleArray(number, name, unit, adapter, kept_sources[name]))
             else:
                 group = _Together(adapter, copied, unit)
                 same = together.setdefault((id(adapter), copied, unit), group)
@@ -575,7 +577,7 @@ class PlanCache:
         values = [leaf.value for leaf in leaves]
         try:
             facts = [
-                ArrayFacts.of(adapter, numbers, values) for adapter, numbers in arrays.values()
+                ArrayFacts.gather(adapter, numbers, values) for adapter, numbers in arrays.values()
             ]
         except Exception:  # of these arrays an adapter says nothing in advance
             return None
@@ -594,7 +596,7 @@ class PlanCache:
                 described.index, kept_sources, {}, described.units, encoders=described.encoders
             ),
             together=list(together.values()),
-            others=other_arrays,
+            singles=single_arrays,
         )
 
     def _give(self, plan: CachedPlan) -> None:

@@ -281,17 +281,17 @@ def plan_staging(writes: WritePlan, capture: SnapshotPolicy, memory: CopyMemory)
         capture: decides how fragments are kept.
         memory: for copies.
     """
-    spare = [item for item in writes.held if item.assumed and not item.borrowed]
+    spare = [item for item in writes.held_items if item.assumed and not item.borrowed]
     if spare:
-        own_keys = set(map(key, writes.own))
+        own_keys = set(map(key, writes.own_items))
         spare = [item for item in spare if key(item) not in own_keys]
     copied_spare = [item for item in spare if capture.methods[item.fragment] in _COPIES]
     spare_bytes = sum(item.nbytes for item in copied_spare)
-    waits_for_commit = spare_bytes > 0 and spare_bytes > _spare_room(writes.own, memory)
+    waits_for_commit = spare_bytes > 0 and spare_bytes > _spare_room(writes.own_items, memory)
     room = memory.room
     if not waits_for_commit:
         room -= sum(item.nbytes for item in spare)
-    planned, deferred = _deferring(writes.own, capture, room)
+    planned, deferred = _deferring(writes.own_items, capture, room)
     planned.sort(key=lambda item: capture.methods[item.fragment].value)
     items = _none()
     for item in _without_borrowed(planned):
@@ -300,7 +300,7 @@ def plan_staging(writes: WritePlan, capture: SnapshotPolicy, memory: CopyMemory)
         method = capture.methods[item.fragment]
         copy = method in _COPIES and not waits_for_commit
         items[method if copy else SnapshotMethod.REFERENCE].append(item)
-    writes = WritePlan(writes.held, planned)
+    writes = WritePlan(writes.held_items, planned)
     copies = [item.nbytes for method in _COPIES | BACKGROUND for item in items[method]]
     left = 0
     if sum(copies) > memory.budget:  # else none has to wait for another

@@ -325,7 +325,7 @@ class SaveTask:
                     ticker.close()
                 self._publish(record, writer, source.staged)
             with timings.phase("commit"):
-                write_more = partial(_write_more, writer, plan.held)
+                write_more = partial(_write_more, writer, plan.held_items)
                 totals, committed = self._commit(write_more, before_commit, ticker)
         report = self._report(totals, committed, writer, source.staged)
         if _log.isEnabledFor(logging.INFO):
@@ -354,7 +354,7 @@ class SaveTask:
     ) -> tuple[ChunkWriter, Record]:
         self.check_destination()
         self._has_begun = True
-        self._attempt.planned_bytes = sum(map(attrgetter("nbytes"), plan.own))
+        self._attempt.planned_bytes = sum(map(attrgetter("nbytes"), plan.own_items))
         base = self._open_base()
         self._attempt.own.child(data_files.FOLDER).make()
         self._become(SaveState.WRITING)
@@ -365,7 +365,7 @@ class SaveTask:
             encoder=self.features.encoder,
         )
         ticker.start(partial(self._report_progress, writer))
-        record = writer.write_all(plan.own)
+        record = writer.write_all(plan.own_items)
         if self.description.selection is not None:
             record = replace(record, units=self.description.selection.steps)
         if notes := self.features.notes(base, self.description.index.arrays):
@@ -476,7 +476,7 @@ class SaveTask:
         from unickpt.saving import fingerprints
 
         if self.options.check_replicas:
-            rows = fingerprints.whole(plan.held, record, source.digest)
+            rows = fingerprints.whole(plan.held_items, record, source.digest)
         else:
             rows = fingerprints.sampled(self._samples)
         return replace(record, replicas=rows, checked=self.options.check_replicas)

@@ -26,13 +26,13 @@ class WritePlan:
     """The chunks of this process.
 
     Arguments:
-        held: all that it could write, in the order of the description.
-        own: those that it writes, in the order in which it does.
+        held_items: all that it could write, in the order of the description.
+        own_items: those that it writes, in the order in which it does.
         alone: whether no other process holds any of them.
     """
 
-    held: Sequence[WriteItem]
-    own: Sequence[WriteItem]
+    held_items: Sequence[WriteItem]
+    own_items: Sequence[WriteItem]
     alone: bool = False
 
 
@@ -47,14 +47,14 @@ def plan_again(plan: WritePlan, description: Description, process: int) -> Write
     if selection is None or not description.units:
         return plan
     changed = dict[int, WriteItem]()
-    for item in plan.held:
+    for item in plan.held_items:
         if item.unit is not None:  # a chunk has one unit
             borrowed = not selection.writes(item.unit)
             if borrowed != item.borrowed:
                 changed[id(item)] = item.with_borrowed(borrowed)
-    held_items = [changed.get(id(item), item) for item in plan.held]
+    held_items = [changed.get(id(item), item) for item in plan.held_items]
     if plan.alone:  # replicas are not split
-        return WritePlan(held_items, [changed.get(id(item), item) for item in plan.own], True)
+        return WritePlan(held_items, [changed.get(id(item), item) for item in plan.own_items], True)
     return _plan(held_items, description, process)
 
 
@@ -102,7 +102,7 @@ def _held_items(description: Description) -> Iterator[WriteItem]:
                     position, nbytes = first + number, box.size * itemsize
                     unit, borrowed = None, False
                     if selection is not None:
-                        unit, borrowed = selection.of(name, box)
+                        unit, borrowed = selection.unit_at(name, box)
                     if skipped is not None and skipped.skips_chunk(name, box):
                         borrowed = True
                     args = array, entry, part, number, position, box, nbytes
@@ -147,7 +147,7 @@ def _some_of(run: Sequence[WriteItem], positions: range) -> Iterator[WriteItem]:
     for item in run:
         low, high = max(positions.start - first, 0), min(positions.stop - first, item.count)
         if low < high:
-            yield item.some(range(low, high))
+            yield item.select(range(low, high))
         first += item.count
 
 

@@ -161,11 +161,11 @@ class ChunkWriter:
         claim = self._base.claim(items, in_order=self._source.background)
         for note in claim.notes:
             self._add_note(*note)
-        done, left = ValuePlaces([*claim.written, *claim.taken]), dict[int, WriteItem]()
+        done, left = ValuePlaces([*claim.written, *claim.reused]), dict[int, WriteItem]()
 
         def take() -> None:
             left.update(claim.take(done, len(claim.written)))
-            nbytes = sum(item.nbytes for item in claim.taken)
+            nbytes = sum(item.nbytes for item in claim.reused)
             self.count_done(nbytes - sum(item.nbytes for item in left.values()))
             self.tell()
 
@@ -410,7 +410,7 @@ class _Batch:
         if self._base is not None:
             compared = self._base.compare(item, data)
             digest = compared.digest
-            if compared.taken:
+            if compared.reused:
                 self._refer(file, row, compared)
                 return
         rows = self._rows
@@ -436,11 +436,11 @@ class _Batch:
     def _refer(self, file: DataFile, row: int, compared: Compared) -> None:
         """Refers to values of the base, and writes what is added to them."""
         self._done.note({row: compared})
-        for link, again in enumerate(compared.taken, FULL_LINK):
+        for link, again in enumerate(compared.reused, FULL_LINK):
             if isinstance(again, bytes):
                 self._add_value(file, row, again, link)
         if compared.added is not None:
-            self._add_value(file, row, compared.added, FULL_LINK + len(compared.taken))
+            self._add_value(file, row, compared.added, FULL_LINK + len(compared.reused))
             self.extended += 1
 
     def _add_value(self, file: DataFile, row: int, value: bytes, link: int) -> None:

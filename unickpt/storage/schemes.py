@@ -76,7 +76,9 @@ def find(name: str) -> Scheme | None:
 
 def names() -> list[str]:
     """The names of all schemes; those of unickpt first."""
-    return list(dict.fromkeys([*doors.ours("schemes"), *_registered, *doors.others("schemes")]))
+    return list(
+        dict.fromkeys([*doors.ours("schemes"), *_registered, *doors.other_packages("schemes")])
+    )
 
 
 @cache  # every save and every load asks

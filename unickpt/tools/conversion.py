@@ -172,7 +172,7 @@ def write_streamed(
     """
     with job.failing():
         plan = job.plan()
-    slabs = in_batches(plan.own, None, slab_bytes, cost)
+    slabs = in_batches(plan.own_items, None, slab_bytes, cost)
     with closing(SlabSource(slabs, make, buffers)) as chunks:
         report = job.run(plan, chunks, check)
     call_metrics(job.options, report)
@@ -228,9 +228,11 @@ def convertible(stored: Reader, rules: Rules | None, like: Any) -> StoredView | 
     else:
         view, request = load_view(rules, stored, like, adapters(), Policy())
         template_values = request.leaves if request is not None else {}
-    requested = view.asked
+    requested = view.requested
     # As in a load, `like` keeps what rules drop on purpose, such as hyper-parameters.
-    view.keep({n: template_values[n] for n in view.kept if requested[n].kind is LeafKind.VALUE})
+    view.keep(
+        {n: template_values[n] for n in view.kept_names if requested[n].kind is LeafKind.VALUE}
+    )
     mismatches = [
         f"  {name!r} is made as {entry.dtype}, but `like` has {requested[name].dtype}; write "
         f"`as {requested[name].dtype}` in its rule"

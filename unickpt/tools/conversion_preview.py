@@ -102,7 +102,7 @@ def preview(path: checkpoint.Source, rules: Rules | None, like: Any = None) -> P
         PreviewRow("-", "", n, "", _position(rule), (_NOT_MADE,))
         for n, rule in plan.nameless.items()
     ]
-    for name in sorted(plan.kept):
+    for name in sorted(plan.kept_names):
         is_from_like = name in view.index.values
         kind, note = ("a plain value", "taken from `like`") if is_from_like else ("", _DROPPED)
         rows.append(PreviewRow("-", "", name, kind, "", (note,)))

@@ -163,7 +163,7 @@ def _copy(
                 "the command line) to replace it"
             )
         refuse_unknown(destination, context)
-        if needed := borrowers.of(destination, context):
+        if needed := borrowers.list_borrowers(destination, context):
             raise CheckpointExists(f"{destination} has chunks of {', '.join(needed[:3])}")
     destination.make(durable=True)
     total = sum(entry.nbytes for entry in reader.index.arrays.values())

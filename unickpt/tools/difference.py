@@ -303,7 +303,7 @@ def _structure(ours: View, theirs: View) -> Iterator[ArrayDifference]:
     left, right = _shown(ours), _shown(theirs)
     for name in dict.fromkeys([*left, *right]):
         mine, other = left.get(name), right.get(name)
-        if mine is None and name in ours.kept:
+        if mine is None and name in ours.kept_names:
             continue
         if mine is None or other is None:
             problem = _MISSING if mine is None else "unexpected"

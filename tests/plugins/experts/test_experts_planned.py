@@ -40,7 +40,7 @@ def recognised(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 def facts(plan: WritePlan) -> list[list[Any]]:
     return [
         [(i.entry.name, i.position, i.box, i.unit, i.borrowed, id(i.fragment)) for i in items]
-        for items in (plan.held, plan.own)
+        for items in (plan.held_items, plan.own_items)
     ]
 
 
