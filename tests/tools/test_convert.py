@@ -198,7 +198,7 @@ def test_arithmetic_is_not_done_twice(tmp_path: Path) -> None:
     unickpt.convert(tmp_path / "c", tmp_path / "d", rules=rules)
     # Moves keep the record.
     unickpt.convert(tmp_path / "b", tmp_path / "m", rules=Rules.parse("norm <-> scale"))
-    assert Provenance.of(unickpt.open(tmp_path / "m").metadata, "").arithmetic == {
+    assert Provenance.from_metadata(unickpt.open(tmp_path / "m").metadata, "").arithmetic == {
         "scale": {(2, 1)}
     }
 
