@@ -6,7 +6,7 @@ import ctypes
 import os
 import sys
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from functools import lru_cache
 from operator import attrgetter
 from typing import Any
@@ -113,18 +113,16 @@ def facts(leaves: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Hashable]]:
         both = [(x, None) if type(x) in _PLAIN_TYPES else _plain_local(x) for x in leaves]
         local_tensors, specs = zip(*both, strict=True)
     storages = list(map(torch.Tensor.untyped_storage, local_tensors))
-    properties = (
-        specs,
-        list(map(attrgetter("shape", "dtype", "device"), local_tensors)),
-        list(map(torch.Tensor.stride, local_tensors)),
-        list(map(torch.Tensor.storage_offset, local_tensors)),
-        list(map(torch.UntypedStorage.nbytes, storages)),
-        list(map(torch.Tensor.is_conj, local_tensors)),
-        list(map(torch.Tensor.is_neg, local_tensors)),
-    )
+    of_tensors = [list(map(ask, local_tensors)) for ask in _ASKED]
+    properties = specs, *of_tensors, list(map(torch.UntypedStorage.nbytes, storages))
     return properties, list(map(attrgetter("_cdata"), storages))
 
 
+_ASKED: tuple[Callable[[Any], Any], ...] = (
+    attrgetter("shape", "dtype", "device"),
+    *(torch.Tensor.stride, torch.Tensor.storage_offset),
+    *(torch.Tensor.is_conj, torch.Tensor.is_neg),
+)
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _PLAIN_TYPES = frozenset(_PLAIN)
 _SPARSE = frozenset(
@@ -168,17 +166,13 @@ def copier(out: Sequence[Array]) -> Callable[[Sequence[Any], Sequence[int] | Non
     count = max(1, min(_COPYING_THREADS, nbytes // _EACH_COPIES))
 
     def copy(leaves: Sequence[Any], numbers: Sequence[int] | None) -> None:
-        destinations = (
-            all_of_them if numbers is None else [all_of_them[number] for number in numbers]
-        )
-        tensors, part_size = list(map(_local_part, leaves)), max(1, -(-len(destinations) // count))
-        parts = [
-            slice(first, first + part_size) for first in range(0, len(destinations), part_size)
-        ]
+        chosen = all_of_them if numbers is None else [all_of_them[number] for number in numbers]
+        tensors, size = list(map(_local_part, leaves)), max(1, -(-len(chosen) // count))
+        parts = [slice(first, first + size) for first in range(0, len(chosen), size)]
         with Pool(len(parts) - 1) as pool:
-            waits = [pool.submit(_copy, destinations[part], tensors[part]) for part in parts[1:]]
+            waits = [pool.submit(_copy, chosen[part], tensors[part]) for part in parts[1:]]
             for part in parts[:1]:  # none, if nothing is due
-                _copy(destinations[part], tensors[part])
+                _copy(chosen[part], tensors[part])
             for wait in waits:
                 wait.result()
 
@@ -248,7 +242,9 @@ def _reader(tensor_memory: _TensorMemory, start: tuple[int, ...]) -> Read:
         part = tensor if whole else tensor[box.relative_to(start).slices]
         if as_is:
             return _as_numpy(part)
-        host_copy = _copied(part, make_buffer, then)
+        host_copy = make_buffer()
+        with then():
+            as_torch(host_copy, part.dtype).copy_(part)
         if not on_host:
             tensor_memory.check()
         return host_copy
@@ -267,7 +263,7 @@ def _facts(
 ) -> Memory:
     tensor, owner = tensor_memory.tensor, tensor_memory.owner
     if tensor_memory.on_host:
-        return Memory(changed=changed, owner=owner, spans=lambda: [_span(tensor)])
+        return Memory(changed=changed, owner=owner, spans=lambda: [_ends(_where(tensor))])
 
     def clone() -> Read:
         try:
@@ -280,15 +276,10 @@ def _facts(
 
     def bring(boxes: Sequence[Box]) -> Transfer:
         tensor_memory.check()
-        return transfer(
-            boxes, lambda box: tensor[box.relative_to(start).slices], tensor_memory.then
-        )
+        then = tensor_memory.then
+        return transfer(boxes, lambda box: tensor[box.relative_to(start).slices], then)
 
     return Memory(True, True, clone, changed, owner, pinned, transfer=bring)
-
-
-def _span(tensor: torch.Tensor) -> tuple[int, int]:
-    return _ends(_where(tensor))
 
 
 def _ends(where: tuple[int, int]) -> tuple[int, int]:
@@ -499,18 +490,6 @@ def _local(leaf: Any, shard: LocalShard) -> torch.Tensor:
     return local
 
 
-def _copied(
-    tensor: torch.Tensor,
-    make_buffer: Callable[[], Array],
-    then: Callable[[], AbstractContextManager[None]],
-) -> Array:
-    """A copy of a tensor in host memory."""
-    out = make_buffer()
-    with then():
-        as_torch(out, tensor.dtype).copy_(tensor)
-    return out
-
-
 def _as_numpy(tensor: torch.Tensor, shape: tuple[int, ...] | None = None) -> Array:
     """The memory of a tensor on the host, neither conjugated nor negated lazily.
 
@@ -554,16 +533,9 @@ def _reach(tensor: torch.Tensor) -> int:
 
 def _tie(tensor_memory: _TensorMemory) -> Hashable:
     # By its storage, not its address: empty tensors have none, and must agree across ranks too.
-    tensor = tensor_memory.tensor
-    return (
-        "torch",
-        tensor_memory.owner,
-        tensor.storage_offset(),
-        tensor_memory.shape,
-        tensor.stride(),
-        tensor.dtype,
-        tensor_memory.lazily,
-    )
+    tensor, shape = tensor_memory.tensor, tensor_memory.shape
+    place = tensor.storage_offset(), shape, tensor.stride(), tensor.dtype
+    return ("torch", tensor_memory.owner, *place, tensor_memory.lazily)
 
 
 def __getattr__(name: str) -> Any:

@@ -97,11 +97,9 @@ class TorchGroup(BoundedGroup):
     def exchange(self, data: Array, sent: Sequence[int], received: Sequence[int]) -> Array:
         device = self._device()
         incoming = torch.empty(sum(received), dtype=torch.uint8, device=device)
-        outgoing = torch.from_numpy(data).to(device)
+        tensors, group = (incoming, torch.from_numpy(data).to(device)), self._process_group
         parts = list(received), list(sent)
-        work = dist.all_to_all_single(
-            incoming, outgoing, *parts, group=self._process_group, async_op=True
-        )
+        work = dist.all_to_all_single(*tensors, *parts, group=group, async_op=True)
         self._finish(work, LOAD)
         exchanged: Array = incoming.cpu().numpy()
         return exchanged
@@ -145,9 +143,8 @@ class TorchGroup(BoundedGroup):
     def _broadcast(self, name: str) -> str:
         shared = torch.tensor(list(bytes.fromhex(name)), dtype=torch.uint8, device=self._device())
         first = 0 if self.members is None else self.members.numbers[0]
-        self._finish(
-            dist.broadcast(shared, src=first, group=self._process_group, async_op=True), SAVE
-        )
+        work = dist.broadcast(shared, src=first, group=self._process_group, async_op=True)
+        self._finish(work, SAVE)
         return bytes(shared.tolist()).hex()
 
     def _finish(self, work: Any, call: JointCall) -> None:
@@ -200,10 +197,8 @@ class TorchGroup(BoundedGroup):
         return f"{self._timeout_s:g} s ({call.option})"
 
     def _device(self) -> str:
-        backends = str(dist.get_backend_config(self._process_group)).split(
-            ","
-        )  # e.g. cpu:gloo,cuda:nccl
-        devices = [backend.partition(":")[0] for backend in backends]
+        config = str(dist.get_backend_config(self._process_group))  # e.g. cpu:gloo,cuda:nccl
+        devices = [backend.partition(":")[0] for backend in config.split(",")]
         return "cpu" if "cpu" in devices else devices[0]
 
 

@@ -195,7 +195,8 @@ def _has_structure(value: Any, node: Node | Leaf, stored: StoredTree) -> bool:
     if node.kind not in _NESTED:
         return True  # what cannot be made stays as it is
     if node.kind in ("dict", "ordereddict"):
-        children = [value[key] for key in node.keys] if _has_keys(value, node.keys) else None
+        has_keys = isinstance(value, dict) and list(value) == list(node.keys)
+        children = [value[key] for key in node.keys] if has_keys else None
     else:
         children = list(value) if isinstance(value, list | tuple) else None
     if children is None or len(children) != len(node.children):
@@ -204,16 +205,8 @@ def _has_structure(value: Any, node: Node | Leaf, stored: StoredTree) -> bool:
     return all(_has_structure(child, below, stored) for child, below in both)
 
 
-def _has_keys(value: Any, keys: Sequence[Any]) -> bool:
-    return isinstance(value, dict) and list(value) == list(keys)
-
-
 def _fresh(
-    make: Callable[[str, Any], Any],
-    slot: str,
-    node: Node | Leaf,
-    within: str,
-    stored: StoredTree,
+    make: Callable[[str, Any], Any], slot: str, node: Node | Leaf, within: str, stored: StoredTree
 ) -> Any:
     """What a slot is to hold; `_NONE` if nothing of it is loaded.
 

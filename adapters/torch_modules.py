@@ -179,15 +179,11 @@ def _is_meta(value: Any) -> bool:
 
 def _has_own_load(module: torch.nn.Module) -> bool:
     """Whether code that is not torch's takes part in loading a module."""
-    return any(
-        _is_of_users(function)
-        for part in module.modules()
-        for function in (
-            type(part).load_state_dict,
-            type(part)._load_from_state_dict,
-            *part._load_state_dict_pre_hooks.values(),
-        )
-    )
+    for part in module.modules():
+        kind, hooks = type(part), part._load_state_dict_pre_hooks.values()
+        if any(map(_is_of_users, (kind.load_state_dict, kind._load_from_state_dict, *hooks))):
+            return True
+    return False
 
 
 def _is_of_users(function: Any) -> bool:

@@ -27,11 +27,8 @@ def expand_sparse(obj: torch.Tensor, name: str, stored: Mapping[str, Any] | None
     """
     parts = _parts(obj)
     layout = str(obj.layout).removeprefix("torch.")
-    context: dict[str, Any] = {
-        "layout": layout,
-        "shape": list(obj.shape),
-        "dense_dim": obj.dense_dim(),
-    }
+    shape, dense_dim = list(obj.shape), obj.dense_dim()
+    context: dict[str, Any] = {"layout": layout, "shape": shape, "dense_dim": dense_dim}
     if obj.layout is torch.sparse_coo:
         context["coalesced"] = obj.is_coalesced()
     if stored is not None:

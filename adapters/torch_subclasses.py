@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from fractions import Fraction
 from typing import Any
 
@@ -276,15 +276,11 @@ def _spread(
     sizes = dict(zip(shard.layout.mesh.axes, shard.layout.mesh.shape, strict=True))
     cut = [d for d, axes in enumerate(shard.layout.dims) if any(sizes[a] > 1 for a in axes)]
     follows = {d: _follows(local, parts, d, repr(plain_context), name) for d in cut}
-    return {
-        attribute: _placed(
-            part,
-            tensor,
-            {d: by_attribute[attribute] for d, by_attribute in follows.items()},
-            join(name, attribute),
-        )
-        for attribute, part in parts.items()
-    }
+    placed = dict[str, Any]()
+    for attribute, part in parts.items():
+        of_part = {d: by_attribute[attribute] for d, by_attribute in follows.items()}
+        placed[attribute] = _placed(part, tensor, of_part, join(name, attribute))
+    return placed
 
 
 def _placed(
@@ -406,27 +402,20 @@ def _follows_by_slicing(
     )
 
 
-def _slices(tensor: torch.Tensor, dim: int) -> Any:
+def _slices(tensor: Any, dim: int) -> Iterator[tuple[int, torch.Tensor]]:
     """Slices of a tensor that its class can make, with their sizes; the largest first."""
     size = tensor.shape[dim]
     for count in (*(size // n for n in range(2, size + 1) if size % n == 0), 0):
-        for cut in (_narrowed, _split):
+        for is_split in (False, True):
             try:
                 with torch.no_grad():
-                    sliced = cut(tensor, dim, count)
+                    sliced = (
+                        tensor.split(count, dim)[0] if is_split else tensor.narrow(dim, 0, count)
+                    )
             except Exception:  # whatever a class raises for what it does not do
                 continue
             if type(sliced) is type(tensor) and sliced.shape[dim] == count:
                 yield count, sliced
-
-
-def _narrowed(tensor: torch.Tensor, dim: int, count: int) -> torch.Tensor:
-    return tensor.narrow(dim, 0, count)
-
-
-def _split(tensor: Any, dim: int, count: int) -> torch.Tensor:
-    first: torch.Tensor = tensor.split(count, dim)[0]
-    return first
 
 
 def _followed(part: torch.Tensor, sliced: torch.Tensor, count: int, size: int) -> _Follows | None:

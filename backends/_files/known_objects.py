@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from unickpt.backends._files.headers import is_size
 from unickpt.backends._files.pickle_objects import BadPickle, FileBytes, Global, PickledObject
 from unickpt.backends._files.torch_tensors import Tensor, TorchStorage, of_dtype
 from unickpt.extend import DType, dtype_from_name, dtype_name, is_plain, quoted
@@ -72,7 +73,10 @@ def _from_buffer(obj: PickledObject) -> Any:
 
 def _array(obj: PickledObject, data: Any, kind: Any, shape: Any, fortran: bool) -> Tensor | None:
     dtype, big_endian = _dtype(kind)
-    name = None if dtype is None else _name_of(dtype)
+    try:
+        name = None if dtype is None else dtype_name(dtype)
+    except TypeError:  # such as texts
+        name = None
     if isinstance(data, str):  # of Python 2
         try:
             data = data.encode("latin-1")
@@ -80,12 +84,8 @@ def _array(obj: PickledObject, data: Any, kind: Any, shape: Any, fortran: bool) 
             raise BadPickle(f"a NumPy array has a text instead of bytes: {error}") from error
     if dtype is None or name is None or not isinstance(data, bytes | FileBytes):
         return None
-    if (
-        not isinstance(shape, tuple)
-        or len(shape) > _MOST_RANK
-        or not all(type(n) is int and n >= 0 for n in shape)
-        or math.prod(shape) * dtype.itemsize != len(data)
-    ):
+    is_shape = isinstance(shape, tuple) and len(shape) <= _MOST_RANK and all(map(is_size, shape))
+    if not is_shape or math.prod(shape) * dtype.itemsize != len(data):
         raise BadPickle(f"a NumPy array of shape {quoted(shape)} has {len(data)} bytes")
     steps = [math.prod(shape[:d] if fortran else shape[d + 1 :]) for d in range(len(shape))]
     memory = TorchStorage(f"numpy at {obj.at}", name, math.prod(shape), data, big_endian)
@@ -133,7 +133,7 @@ def _dtype(obj: Any) -> tuple[DType | None, bool]:
     name, state = obj.args[0], obj.state
     if not isinstance(state, tuple) or len(state) < 5 or any(x is not None for x in state[2:5]):
         return unknown
-    if state[1] not in ("<", "|", ">"):
+    if state[1] not in _ORDERS:
         return unknown
     try:
         if isinstance(name, Global) and name.name.startswith("ml_dtypes."):
@@ -143,13 +143,6 @@ def _dtype(obj: Any) -> tuple[DType | None, bool]:
     except (TypeError, ValueError):
         pass
     return unknown
-
-
-def _name_of(dtype: DType) -> str | None:
-    try:
-        return dtype_name(dtype)
-    except TypeError:  # such as texts
-        return None
 
 
 # --- torch --------------------------------------------------------------------------------------
@@ -193,9 +186,8 @@ def _complex(obj: PickledObject) -> Tensor | None:
     if [type(x) for x in obj.args] != [float, float]:
         return None
     data = np.array([complex(*obj.args)]).tobytes()
-    return Tensor(
-        TorchStorage(f"complex at {obj.at}", "complex128", 1, data), "complex128", 0, (), ()
-    )
+    memory = TorchStorage(f"complex at {obj.at}", "complex128", 1, data)
+    return Tensor(memory, "complex128", 0, (), ())
 
 
 def _record(obj: PickledObject) -> Any:
@@ -250,12 +242,8 @@ _KNOWN: Mapping[str, Callable[[PickledObject], Any]] = {
     "__builtin__.frozenset": _sequence,
     **dict.fromkeys(("collections.Counter", "flax.core.frozen_dict.FrozenDict"), _made_of_dict),
     **{
-        f"omegaconf.{module}.{kind}": _omegaconf("_content")
-        for module, kind in (
-            ("dictconfig", "DictConfig"),
-            ("listconfig", "ListConfig"),
-            ("base", "UnionNode"),
-        )
+        f"omegaconf.{kind}": _omegaconf("_content")
+        for kind in ("dictconfig.DictConfig", "listconfig.ListConfig", "base.UnionNode")
     },
     **{
         f"omegaconf.nodes.{kind}Node": _omegaconf("_val")

@@ -129,12 +129,8 @@ def is_flax(head: bytes) -> bool:
     """A map of msgpack whose first key is a text. (That of no entries is like a pickle's start.)"""
     if head[:7] == b"\x84\xa5nodes" and head[7:8] >= b"\x90":  # a list: a model of Thinc
         return False
-    key_offset = {0xDE: 3, 0xDF: 5}.get(head[0], 1 if 0x81 <= head[0] <= 0x8F else 0) if head else 0
-    return (
-        bool(key_offset)
-        and len(head) > key_offset
-        and (0xA0 <= head[key_offset] <= 0xBF or 0xD9 <= head[key_offset] <= 0xDB)
-    )
+    begin = rb"([\x81-\x8f]|\xde..|\xdf....)[\xa0-\xbf\xd9-\xdb]"
+    return re.match(begin, head, re.S) is not None
 
 
 _WEIGHTS = ("model", "adapter_model", "diffusion_pytorch_model")
@@ -221,14 +217,13 @@ def of_kind(files: Files, kind: FileKind) -> FoundFiles | None:
     kind_and_files = find(files)
     if kind_and_files is None or kind_and_files[0] != kind:
         return None
+    selection = kind_and_files[1]
     below = files.databases
-    if below and kind_and_files[0].is_lesser:
+    if below and kind.is_lesser:
         return None
     if below:
-        raise _ambiguous(
-            files, [*(kind_and_files[1].names or (kind_and_files[1].index or "",)), *below]
-        )
-    return kind_and_files[1]
+        raise _ambiguous(files, [*(selection.names or (selection.index or "",)), *below])
+    return selection
 
 
 def find(files: Files) -> tuple[FileKind, FoundFiles] | None:
@@ -260,20 +255,14 @@ def _only(
         names: of its files.
         every: those with a suffix of a kind.
     """
-    ours = {kind: [n for n in names if _belongs(files, kind, n)] for kind in KINDS}
-    plain = {
-        kind: [name for name in kind_names if not _BESIDE_WEIGHTS.fullmatch(name)]
-        for kind, kind_names in ours.items()
-    }
-    chosen = {
-        kind: kind_names
-        for kind, kind_names in (plain if any(plain.values()) else ours).items()
-        if kind_names
-    }
-    if not chosen:
+    ours = [(kind, name) for kind in KINDS for name in names if _belongs(files, kind, name)]
+    ours = [pair for pair in ours if not _BESIDE_WEIGHTS.fullmatch(pair[1])] or ours
+    ours = [pair for pair in ours if not pair[0].is_lesser] or ours
+    if not ours:
         return None
-    if not all(kind.is_lesser for kind in chosen):
-        chosen = {kind: kind_names for kind, kind_names in chosen.items() if not kind.is_lesser}
+    chosen: dict[FileKind, list[str]] = {}
+    for kind, name in ours:
+        chosen.setdefault(kind, []).append(name)
     [[kind, kind_names], *other_kinds] = chosen.items()
     if other_kinds or (len(kind_names) > 1 and not _are_together(kind, kind_names)):
         if kind.is_lesser and files.databases:

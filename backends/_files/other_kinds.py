@@ -9,14 +9,14 @@ from __future__ import annotations
 import os
 import re
 import struct
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import cached_property
+from typing import NamedTuple
 
 from unickpt.backends._files.archives import InArchive, tarred, whole_file
 from unickpt.backends._files.loose_files import is_pickle, is_plain_zip, is_tar
 from unickpt.backends._files.zip_files import ZipFile
-from unickpt.errors import CheckpointCorrupt, UnsupportedFormat
+from unickpt.errors import CheckpointCorrupt, UnickptError, UnsupportedFormat
 from unickpt.extend import Damaged, Files, quoted, storage_context
 
 _START = 64 << 10  # bytes in which a pickle names the library that wrote it
@@ -70,8 +70,7 @@ class Sample:
         return any(re.fullmatch(pattern, name, re.S) for name in (*self.zipped, *self.tarred))
 
 
-@dataclass(frozen=True)
-class OtherKind:
+class OtherKind(NamedTuple):
     """A kind of files that unickpt does not read.
 
     Arguments:
@@ -138,185 +137,106 @@ def _converted(way_out: str) -> str:
 
 
 _NUMPY = _load_with("that library")
+_TENSORFLOW_FILES = r"saved_model\.pb(txt)?|.*\.data-\d{5}-of-\d{5}|(.*ckpt.*|variables)\.index"
 
-DOWNLOADS: Sequence[OtherKind] = (
-    OtherKind(
-        "a pointer of Git LFS, not the file itself",
-        "run `git lfs pull` in the repository, or download the file again",
-        _begins(b"version https://git-lfs.github.com/"),
-    ),
-    OtherKind(
-        "a page of HTML, such as a login or an error page",
-        "download the file again, with the right address and access token",
-        _begins_like(rb"(\xef\xbb\xbf)?\s*(<!--.*?-->\s*)?<(!doctype html|html|head)\b"),
-    ),
-    OtherKind(
-        "an XML document, such as an error of a storage service",
-        "download the file again, with the right address and credentials",
-        _begins_like(rb"(\xef\xbb\xbf)?\s*<\?xml\b|\s*<Error>"),
-    ),
-    OtherKind("compressed with gzip", "decompress it with `gunzip`", _begins(b"\x1f\x8b")),
-    OtherKind("compressed with xz", "decompress it with `unxz`", _begins(b"\xfd7zXZ\0")),
-    OtherKind(
-        "compressed with bzip2", "decompress it with `bunzip2`", _begins_like(rb"BZh[1-9]1AY")
-    ),
-    OtherKind(
-        "compressed with Zstandard", "decompress it with `unzstd`", _begins(b"\x28\xb5\x2f\xfd")
-    ),
-    OtherKind(
-        "compressed with LZ4, as joblib can do",
-        "decompress it with `unlz4`, or load it with joblib.load and save its arrays",
-        _begins(b"\x04\x22\x4d\x18"),
-    ),
-    OtherKind(
-        "an archive of 7-Zip or RAR", _UNPACK, _begins(b"7z\xbc\xaf\x27\x1c", b"Rar!\x1a\x07")
-    ),
-)
+
+def _table(*rows: tuple[str, str, Callable[[Sample], bool]]) -> Sequence[OtherKind]:
+    return tuple(map(OtherKind._make, rows))
+
+
+DOWNLOADS = _table(
+    ("a pointer of Git LFS, not the file itself",
+     "run `git lfs pull` in the repository, or download the file again",
+     _begins(b"version https://git-lfs.github.com/")),
+    ("a page of HTML, such as a login or an error page",
+     "download the file again, with the right address and access token",
+     _begins_like(rb"(\xef\xbb\xbf)?\s*(<!--.*?-->\s*)?<(!doctype html|html|head)\b")),
+    ("an XML document, such as an error of a storage service",
+     "download the file again, with the right address and credentials",
+     _begins_like(rb"(\xef\xbb\xbf)?\s*<\?xml\b|\s*<Error>")),
+    ("compressed with gzip", "decompress it with `gunzip`", _begins(b"\x1f\x8b")),
+    ("compressed with xz", "decompress it with `unxz`", _begins(b"\xfd7zXZ\0")),
+    ("compressed with bzip2", "decompress it with `bunzip2`", _begins_like(rb"BZh[1-9]1AY")),
+    ("compressed with Zstandard", "decompress it with `unzstd`", _begins(b"\x28\xb5\x2f\xfd")),
+    ("compressed with LZ4, as joblib can do",
+     "decompress it with `unlz4`, or load it with joblib.load and save its arrays",
+     _begins(b"\x04\x22\x4d\x18")),
+    ("an archive of 7-Zip or RAR", _UNPACK, _begins(b"7z\xbc\xaf\x27\x1c", b"Rar!\x1a\x07")),
+)  # fmt: skip
 """What a download can leave in the place of any file."""
-KINDS: Sequence[OtherKind] = (
-    *DOWNLOADS,
-    OtherKind(
-        "a file of zeros",
-        "a download or a copy of it did not finish: repeat it",
-        lambda sample: len(sample.head) > 8 and not any(sample.start),
-    ),
-    # --- zip files ---
-    OtherKind(
-        "a zip file of skops",
-        _load_with("skops.io.load"),
-        _has(r"schema\.json"),
-    ),
-    # --- tar files ---
-    OtherKind(
-        "a tar file, as torch wrote them before 0.2",
-        "load it with torch, and save it again",
-        _has(r"pickle", r"tensors|storages"),
-    ),
-    OtherKind(
-        "a tar file without a checkpoint that unickpt knows",
-        "unpack it with `tar xf`, and give the path of the checkpoint in it",
-        lambda sample: is_tar(sample.head),
-    ),
+KINDS = (*DOWNLOADS, *_table(
+    ("a file of zeros", "a download or a copy of it did not finish: repeat it",
+     lambda sample: len(sample.head) > 8 and not any(sample.start)),
+    # --- zip and tar files ---
+    ("a zip file of skops", _load_with("skops.io.load"), _has(r"schema\.json")),
+    ("a tar file, as torch wrote them before 0.2", "load it with torch, and save it again",
+     _has(r"pickle", r"tensors|storages")),
+    ("a tar file without a checkpoint that unickpt knows",
+     "unpack it with `tar xf`, and give the path of the checkpoint in it",
+     lambda sample: is_tar(sample.head)),
     # --- arrays and objects of Python ---
-    OtherKind(
-        "a file of joblib",
-        _load_with("joblib.load if you trust it"),
-        lambda sample: is_pickle(sample.head) and b"joblib.numpy_pickle" in sample.start,
-    ),
-    OtherKind(
-        "a file of joblib, compressed with zlib",
-        _load_with("joblib.load if you trust it"),
-        lambda sample: sample.head[:2] in (b"x\x01", b"x^", b"x\x9c", b"x\xda"),
-    ),
-    OtherKind(
-        "a model of spaCy or Thinc",
-        "load it with spacy.load or Model.from_disk, and save the arrays of its parameters with "
-        "unickpt.save or numpy.savez",
-        _begins_like(rb"\x84\xa5nodes[\x90-\x9f\xdc\xdd]"),
-    ),
-    OtherKind(
-        "msgpack with arrays of msgpack_numpy, as srsly writes them",
-        _NUMPY,
-        lambda sample: b"\xc4\x02nd" in sample.start and b"\xc4\x04type" in sample.start,
-    ),
+    ("a file of joblib", _load_with("joblib.load if you trust it"),
+     lambda sample: is_pickle(sample.head) and b"joblib.numpy_pickle" in sample.start),
+    ("a file of joblib, compressed with zlib", _load_with("joblib.load if you trust it"),
+     lambda sample: sample.head[:2] in (b"x\x01", b"x^", b"x\x9c", b"x\xda")),
+    ("a model of spaCy or Thinc",
+     "load it with spacy.load or Model.from_disk, and save the arrays of its parameters with "
+     "unickpt.save or numpy.savez",
+     _begins_like(rb"\x84\xa5nodes[\x90-\x9f\xdc\xdd]")),
+    ("msgpack with arrays of msgpack_numpy, as srsly writes them", _NUMPY,
+     lambda sample: b"\xc4\x02nd" in sample.start and b"\xc4\x04type" in sample.start),
     # --- formats of other systems ---
-    OtherKind(
-        "of a checkpoint or a saved model of TensorFlow",
-        TENSORFLOW,
-        _named(r"saved_model\.pb(txt)?|.*\.data-\d{5}-of-\d{5}|(.*ckpt.*|variables)\.index"),
-    ),
-    OtherKind(
-        "the list of checkpoints that TensorFlow keeps in a folder",
-        "load one of them in TensorFlow, and save its variables with numpy.savez",
-        _begins(b"model_checkpoint_path:"),
-    ),
-    OtherKind(
-        "a model of TensorFlow Lite (TFLite)",
-        _converted("from which it was made, or read its tensors with tf.lite.Interpreter"),
-        lambda sample: sample.head[4:8] == b"TFL3",
-    ),
-    OtherKind(
-        "a model of CoreML",
-        _converted("from which it was made, or read it with coremltools.models.MLModel"),
-        _is_coreml,
-    ),
-    OtherKind(
-        "an engine of TensorRT",
-        "it runs on one kind of GPU only: take the weights of the model from which it was built",
-        lambda sample: (
-            sample.head[:4] in (b"ftrt", b"ptrt")
-            or sample.name.endswith((".engine", ".plan", ".trt"))
-        ),
-    ),
-    OtherKind(
-        "a model of fastText",
-        "load it with fasttext.load_model, and save get_input_matrix() and get_output_matrix() "
-        "with numpy.savez",
-        _begins(struct.pack("<i", 793712314)),
-    ),
-    OtherKind(
-        "an old file of ggml, before GGUF",
-        "convert it into GGUF with the scripts of llama.cpp or whisper.cpp, or take the weights of "
-        "the model from which it was made",
-        _begins(b"lmgg", b"fmgg", b"tjgg", b"algg"),
-    ),
-    OtherKind(
-        "a model of XGBoost, in JSON or UBJSON",
-        "it has trees rather than arrays: load it with xgboost.Booster",
-        lambda sample: (
-            re.match(rb"\s*\{.{0,200}learner", sample.head, re.S) is not None
-            or sample.head[:4] in (b"binf", b"bs64")
-        ),
-    ),
-    OtherKind(
-        "a model of LightGBM or CatBoost",
-        "it has trees rather than arrays: load it with that library",
-        _begins(b"tree\nversion=", b"CBM1"),
-    ),
-    OtherKind(
-        "arrays of MXNet", f"{_NUMPY}, such as mxnet.nd.load", _begins(b"\x12\x01\0\0\0\0\0\0")
-    ),
-    OtherKind("a model of Caffe", _NUMPY, _named(r".*\.caffemodel")),
-    OtherKind(
-        "a file of MATLAB",
-        "load it with scipy.io.loadmat, and save its arrays with numpy.savez",
-        _begins(b"MATLAB 5.0 MAT-file"),
-    ),
-    OtherKind(
-        "a table of Parquet or Arrow",
-        "it has rows rather than arrays: load it with pyarrow",
-        _begins(b"PAR1", b"ARROW1"),
-    ),
+    ("of a checkpoint or a saved model of TensorFlow", TENSORFLOW, _named(_TENSORFLOW_FILES)),
+    ("the list of checkpoints that TensorFlow keeps in a folder",
+     "load one of them in TensorFlow, and save its variables with numpy.savez",
+     _begins(b"model_checkpoint_path:")),
+    ("a model of TensorFlow Lite (TFLite)",
+     _converted("from which it was made, or read its tensors with tf.lite.Interpreter"),
+     lambda sample: sample.head[4:8] == b"TFL3"),
+    ("a model of CoreML",
+     _converted("from which it was made, or read it with coremltools.models.MLModel"), _is_coreml),
+    ("an engine of TensorRT",
+     "it runs on one kind of GPU only: take the weights of the model from which it was built",
+     lambda sample: sample.head[:4] in (b"ftrt", b"ptrt")
+     or sample.name.endswith((".engine", ".plan", ".trt"))),
+    ("a model of fastText",
+     "load it with fasttext.load_model, and save get_input_matrix() and get_output_matrix() "
+     "with numpy.savez",
+     _begins(struct.pack("<i", 793712314))),
+    ("an old file of ggml, before GGUF",
+     "convert it into GGUF with the scripts of llama.cpp or whisper.cpp, or take the weights of "
+     "the model from which it was made",
+     _begins(b"lmgg", b"fmgg", b"tjgg", b"algg")),
+    ("a model of XGBoost, in JSON or UBJSON",
+     "it has trees rather than arrays: load it with xgboost.Booster",
+     lambda sample: re.match(rb"\s*\{.{0,200}learner|binf|bs64", sample.head, re.S) is not None),
+    ("a model of LightGBM or CatBoost",
+     "it has trees rather than arrays: load it with that library",
+     _begins(b"tree\nversion=", b"CBM1")),
+    ("arrays of MXNet", f"{_NUMPY}, such as mxnet.nd.load", _begins(b"\x12\x01\0\0\0\0\0\0")),
+    ("a model of Caffe", _NUMPY, _named(r".*\.caffemodel")),
+    ("a file of MATLAB", "load it with scipy.io.loadmat, and save its arrays with numpy.savez",
+     _begins(b"MATLAB 5.0 MAT-file")),
+    ("a table of Parquet or Arrow", "it has rows rather than arrays: load it with pyarrow",
+     _begins(b"PAR1", b"ARROW1")),
     # --- what is left ---
-    OtherKind(
-        _JSON,
-        "give the path of the file of weights beside it, or of their folder",
-        lambda sample: (
-            _JSON_BEGINS.match(sample.head) is not None
-            and not sample.name.endswith(".eqx")  # a line of it comes first there
-            and b"\n\x93NUMPY" not in sample.head
-        ),
-    ),
-    OtherKind(
-        "a zip file without a checkpoint that unickpt knows",
-        _UNPACK,
-        lambda sample: bool(sample.zipped) and is_plain_zip(sample.zipped),
-    ),
-)
+    (_JSON, "give the path of the file of weights beside it, or of their folder",
+     lambda sample: _JSON_BEGINS.match(sample.head) is not None
+     and not sample.name.endswith(".eqx")  # a line of it comes first there
+     and b"\n\x93NUMPY" not in sample.head),
+    ("a zip file without a checkpoint that unickpt knows", _UNPACK,
+     lambda sample: bool(sample.zipped) and is_plain_zip(sample.zipped)),
+))  # fmt: skip
 """In the order in which a file is compared with them."""
 
 _WEIGHTS = re.compile(r".*\.(safetensors|bin|pt|pth|ckpt|h5|keras|gguf|npz|msgpack)", re.S)
 # Files that say what a folder is which no format recognised.
 _TELLING = re.compile(
-    r"saved_model\.pb(txt)?|.*\.data-\d{5}-of-\d{5}|(.*ckpt.*|variables)\.index"
-    r"|.*\.(tflite|mlmodel|engine|nemo|mar|skops|joblib)",
-    re.S,
+    _TENSORFLOW_FILES + r"|.*\.(tflite|mlmodel|engine|nemo|mar|skops|joblib)", re.S
 )
 
 
-def _refusal_of(
-    files: Files, name: str, kinds: Sequence[OtherKind] = KINDS
-) -> UnsupportedFormat | None:
+def _refusal_of(files: Files, name: str, kinds: Sequence[OtherKind]) -> UnsupportedFormat | None:
     """The error for a file of a kind that unickpt does not read; None if it is none of them.
 
     Arguments:
@@ -342,42 +262,26 @@ def _refusal_of(
     return UnsupportedFormat(f"{file} is {kind.name}; {way_out}")
 
 
-def _refusal_instead(
-    files: Files, error: CheckpointCorrupt | UnsupportedFormat
-) -> UnsupportedFormat | None:
-    """The error for what a format took for its own, and could not read, if it is of another kind.
+def _asked_files(
+    files: Files, error: UnickptError | None
+) -> Iterator[tuple[str, Sequence[OtherKind]]]:
+    """The files of a folder that may be of another kind, and the kinds that each may have.
 
-    In a folder, only files count that the message names.
-
-    Raises:
-        Failed: the storage failed.
+    Arguments:
+        files: of the folder.
+        error: of the format that took them for its own: only files count that it names; None if
+            no format recognised the folder.
     """
-    if isinstance(error.__cause__, ImportError | InArchive):
-        return None  # the format knows the file, and says which library it needs, or what is in it
-    if files.single is not None:
-        return _refusal_of(files, files.single)
-    for name in sorted({*files.heads, *files.here})[:_MOST_FILES]:
-        if name in str(error):
-            kinds = KINDS if _WEIGHTS.fullmatch(name) else DOWNLOADS
-            unsupported = _refusal_of(files, name, kinds)
-            if unsupported is not None:
-                return unsupported
-    return None
-
-
-def _refusal_of_folder(files: Files) -> UnsupportedFormat | None:
-    """The error for a folder that no format recognises, if a file in it is of another kind.
-
-    Raises:
-        Failed: the storage failed.
-    """
-    for name in files.here[:_MOST_FILES]:
-        kinds = KINDS if _TELLING.fullmatch(name) else DOWNLOADS
-        is_asked = kinds is KINDS or _WEIGHTS.fullmatch(name)
-        error = _refusal_of(files, name, kinds) if is_asked else None
+    names = sorted({*files.heads, *files.here}) if error is not None else files.here
+    for name in names[:_MOST_FILES]:
+        is_weights = _WEIGHTS.fullmatch(name) is not None
         if error is not None:
-            return error
-    return None
+            if name in str(error):
+                yield name, KINDS if is_weights else DOWNLOADS
+        elif _TELLING.fullmatch(name):
+            yield name, KINDS
+        elif is_weights:
+            yield name, DOWNLOADS
 
 
 def _refusal_of_prefix(files: Files) -> UnsupportedFormat | None:
@@ -409,11 +313,14 @@ def refusal(
     Raises:
         Failed: the storage failed.
     """
-    if error is not None:
-        return _refusal_instead(files, error)
+    if error is not None and isinstance(error.__cause__, ImportError | InArchive):
+        return None  # the format knows the file, and says which library it needs, or what is in it
     if files.single is not None:
-        return _refusal_of(files, files.single)
-    if not files.here:
+        return _refusal_of(files, files.single, KINDS)
+    if error is None and not files.here:
         return _refusal_of_prefix(files)
-    unsupported = _refusal_of_folder(files)
-    return unsupported if unsupported is not None and not files.databases else None
+    for name, kinds in _asked_files(files, error):
+        unsupported = _refusal_of(files, name, kinds)
+        if unsupported is not None:
+            return unsupported if error is not None or not files.databases else None
+    return None

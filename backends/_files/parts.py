@@ -73,12 +73,13 @@ class FilePart:
         return cls(replace(index, per_process={}), sources, stored)
 
     def plan(self, writer: Writer, most_bytes: int, file: str | None = None) -> Plan:
-        """What a format makes of it, for the index of all. As `Writer.plan`."""
+        """What a format makes of it, for the index of all; a file with a name of its own does not
+        make the whole complete. As `Writer.plan`."""
         plan = writer.plan(self.index, most_bytes, file)
         values = {name: shown for name, shown in plan.values.items() if name in self.sources}
         return replace(
             plan,
-            files=tuple(map(self._with_stored, plan.files)),
+            files=tuple(self._with_stored(planned, file is None) for planned in plan.files),
             arrays={self.sources[name]: shown for name, shown in plan.arrays.items()},
             values={self.sources[name]: shown for name, shown in values.items()},
             casts={self.stored[name]: dtype for name, dtype in plan.casts.items()},
@@ -89,9 +90,9 @@ class FilePart:
             },
         )
 
-    def _with_stored(self, file: PlannedFile) -> PlannedFile:
+    def _with_stored(self, file: PlannedFile, is_last: bool) -> PlannedFile:
         data = tuple(replace(piece, array=self.stored[piece.array]) for piece in file.data)
-        return replace(file, data=data)
+        return replace(file, data=data, last=file.last and is_last)
 
 
 def together(parts: Mapping[str, Plan], more: Sequence[PlannedFile] = ()) -> Plan:

@@ -11,12 +11,7 @@ from collections.abc import Generator, Iterable
 from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
-from unickpt.backends._files.pickle_objects import (
-    FileBytes,
-    Global,
-    PersistentId,
-    PickledObject,
-)
+from unickpt.backends._files.pickle_objects import FileBytes, Global, PersistentId, PickledObject
 from unickpt.extend import quoted
 
 PickledCall = PickledObject
@@ -171,9 +166,6 @@ class _Pickler:
             yield value.state
             self._out += b"b"
 
-    def _left_in_file(self, value: FileBytes) -> _Writing:
-        yield value.read()
-
     def _persistent(self, value: PersistentId) -> _Writing:
         yield value.value
         self._out += b"Q"
@@ -233,7 +225,7 @@ _COMPOUND: dict[type, Any] = {
     Global: _Pickler._global,
     PickledObject: _Pickler._call,
     PersistentId: _Pickler._persistent,
-    FileBytes: _Pickler._left_in_file,
+    FileBytes: lambda _, value: iter((value.read(),)),
 }
 
 
@@ -272,11 +264,7 @@ def reduced(value: Any) -> Any:
     is_new = function.__name__ == "__newobj__"
     if is_new:
         function, *args = args
-    return PickledObject(
-        reduced(function),
-        tuple(map(reduced, args)),
-        reduced(state),
-        [reduced(x) for x in appended or ()],
-        [(reduced(key), reduced(x)) for key, x in items or ()],
-        is_new,
-    )
+    more = [reduced(x) for x in appended or ()]
+    pairs = [(reduced(key), reduced(x)) for key, x in items or ()]
+    made, made_of = reduced(function), tuple(map(reduced, args))
+    return PickledObject(made, made_of, reduced(state), more, pairs, is_new)

@@ -51,10 +51,8 @@ def _bytes(text: Any = b"", encoding: Any = "latin-1") -> bytes | FileBytes:
 
 PLAIN: Constructors = {
     "_codecs.encode": _encoded,
-    "builtins.bytes": _bytes,
-    "__builtin__.bytes": _bytes,
-    "builtins.bytearray": _bytes,
-    "__builtin__.bytearray": _bytes,
+    **{f"{module}.bytes": _bytes for module in ("builtins", "__builtin__")},
+    **{f"{module}.bytearray": _bytes for module in ("builtins", "__builtin__")},
 }
 """What makes bytes in pickles of old protocols."""
 
@@ -93,7 +91,8 @@ def _run(machine: _Machine) -> Any:
     except (IndexError, struct.error, ValueError, TypeError, KeyError) as error:
         if machine.at > machine.size:
             raise EndsEarly(f"it ends at byte {machine.size}, {machine.at} expected") from error
-        raise BadPickle(f"malformed at byte {machine.at}: {error!r}") from error
+        reason = "the stack is empty" if isinstance(error, IndexError) else repr(error)
+        raise BadPickle(f"malformed at byte {machine.at}: {reason}") from error
     except RecursionError:
         raise BadPickle("nested too deeply") from None
 
@@ -206,20 +205,16 @@ class _Machine:
         self._below.append(self._stack)
         self._stack = []
 
+    # Where the stack is empty, or a mark is missing, `_run` makes the error of an IndexError.
+
     def _to_mark(self) -> list[Any]:
-        if not self._below:
-            raise BadPickle("a mark is missing")
         items, self._stack = self._stack, self._below.pop()
         return items
 
     def _top(self) -> Any:
-        if not self._stack:
-            raise BadPickle("the stack is empty")
         return self._stack[-1]
 
     def _pop(self) -> Any:
-        if not self._stack:
-            raise BadPickle("the stack is empty")
         return self._stack.pop()
 
     def _drop(self) -> None:
@@ -232,14 +227,6 @@ class _Machine:
     def _pop_pair(self) -> tuple[Any, Any]:
         last = self._pop()
         return self._pop(), last
-
-    def _reduce(self) -> None:
-        args = self._pop()
-        self._make(self._pop(), args)
-
-    def _new_object(self) -> None:
-        args = self._pop()
-        self._make(self._pop(), args, is_new=True)
 
     def _global(self, module: Any, name: Any) -> Global:
         if not isinstance(module, str) or not isinstance(name, str):
@@ -335,10 +322,6 @@ class _Machine:
             raise BadPickle("a text is not quoted")
         return line[1:-1]
 
-    def _instance(self) -> None:
-        name = self._global(self._line(), self._line())
-        self._make(name, tuple(self._to_mark()))
-
     def _object(self) -> None:
         function, *args = self._to_mark()
         self._make(function, tuple(args))
@@ -407,10 +390,6 @@ def _remember(number: Callable[[_Machine], int]) -> Callable[[_Machine], None]:
     return operation
 
 
-def _recall(number: Callable[[_Machine], int]) -> Callable[[_Machine], None]:
-    return lambda m: m._stack.append(m._memo[number(m)])
-
-
 # Most of a pickle consists of these four: without calls of their own they take half the time.
 
 
@@ -442,6 +421,10 @@ def _value(make: Callable[[_Machine], Any]) -> Callable[[_Machine], None]:
     return lambda m: m._stack.append(make(m))
 
 
+def _text(length: Callable[[_Machine], int], encoding: str = "utf-8") -> Callable[[_Machine], None]:
+    return lambda m: m._stack.append(m._take(length(m)).decode(encoding, "surrogatepass"))
+
+
 _OPERATIONS: dict[int, Callable[[_Machine], Any]] = {
     ord(code): operation
     for code, operation in {
@@ -464,22 +447,17 @@ _OPERATIONS: dict[int, Callable[[_Machine], Any]] = {
         pickle.NEWFALSE: _value(lambda m: False),
         # texts and bytes
         pickle.STRING: _value(lambda m: m._quoted_string()),
-        pickle.BINSTRING: _value(lambda m: m._take(m._number(_INT32)).decode("latin-1")),
-        pickle.SHORT_BINSTRING: _value(lambda m: m._take(m._byte()).decode("latin-1")),
+        pickle.BINSTRING: _text(lambda m: m._number(_INT32), "latin-1"),
+        pickle.SHORT_BINSTRING: _text(_Machine._byte, "latin-1"),
         pickle.UNICODE: _value(lambda m: m._line_bytes().decode("raw-unicode-escape")),
-        pickle.BINUNICODE: _value(
-            lambda m: m._take(m._number(_UINT32)).decode(errors="surrogatepass")
-        ),
-        pickle.SHORT_BINUNICODE: _value(
-            lambda m: m._take(m._byte()).decode(errors="surrogatepass")
-        ),
-        pickle.BINUNICODE8: _value(
-            lambda m: m._take(m._number(_UINT64)).decode(errors="surrogatepass")
-        ),
+        pickle.BINUNICODE: _text(lambda m: m._number(_UINT32)),
+        pickle.SHORT_BINUNICODE: _text(_Machine._byte),
+        pickle.BINUNICODE8: _text(lambda m: m._number(_UINT64)),
         pickle.BINBYTES: _value(lambda m: m._take(m._number(_UINT32))),
         pickle.SHORT_BINBYTES: _value(lambda m: m._take(m._byte())),
-        pickle.BINBYTES8: _value(lambda m: m._take(m._number(_UINT64))),
-        pickle.BYTEARRAY8: _value(lambda m: m._take(m._number(_UINT64))),
+        **dict.fromkeys(
+            (pickle.BINBYTES8, pickle.BYTEARRAY8), _value(lambda m: m._take(m._number(_UINT64)))
+        ),
         # containers
         pickle.EMPTY_LIST: lambda m: m._stack.append([]),
         pickle.EMPTY_DICT: lambda m: m._stack.append({}),
@@ -500,16 +478,16 @@ _OPERATIONS: dict[int, Callable[[_Machine], Any]] = {
         # classes and functions
         pickle.GLOBAL: lambda m: m._push(m._global(m._line(), m._line())),
         pickle.STACK_GLOBAL: lambda m: m._push(m._global(*m._pop_pair())),
-        pickle.INST: lambda m: m._instance(),
+        pickle.INST: lambda m: m._make(m._global(m._line(), m._line()), tuple(m._to_mark())),
         pickle.OBJ: lambda m: m._object(),
-        pickle.REDUCE: _Machine._reduce,
-        pickle.NEWOBJ: _Machine._new_object,
+        pickle.REDUCE: lambda m: m._make(*m._pop_pair()),
+        pickle.NEWOBJ: lambda m: m._make(*m._pop_pair(), is_new=True),
         pickle.NEWOBJ_EX: lambda m: m._new_object_with_names(),
         pickle.BUILD: _Machine._build,
         pickle.PERSID: lambda m: m._load_persistent(m._line()),
         pickle.BINPERSID: lambda m: m._load_persistent(m._pop()),
         # the memo
-        pickle.GET: _recall(lambda m: int(m._line())),
+        pickle.GET: _value(lambda m: m._memo[int(m._line())]),
         pickle.BINGET: _recall_by_byte,
         pickle.LONG_BINGET: _recall_by_four,
         pickle.PUT: _remember(lambda m: int(m._line())),

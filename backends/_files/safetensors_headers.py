@@ -6,7 +6,6 @@ Source: the format's README (github.com/huggingface/safetensors).
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -75,24 +74,19 @@ def _tensor(
 ) -> tuple[TensorSource, int]:
     """A tensor of a header, and the end of its bytes, which begin where those before it end."""
     shape, (begin, stop) = sizes(facts["shape"]), sizes(facts["data_offsets"])
-    kind, count, offset = facts["dtype"], math.prod(shape), data + begin
+    kind, offset = facts["dtype"], data + begin
     if kind in DTYPES:
         source = TensorSource(DTYPES[kind], shape, FileRange(file, offset))
         nbytes = source.nbytes
     elif kind in _FOUR_BITS:
-        source, nbytes = (
-            TensorSource(_FOUR_BITS[kind], shape, Nibbles(file, offset)),
-            -(-count // 2),
-        )
+        source = TensorSource(_FOUR_BITS[kind], shape, Nibbles(file, offset))
+        nbytes = -(-source.count // 2)
     else:
         reason = (
             f"{where}: {quoted(name)} has the dtype {quoted(kind)}, which is not read; read the "
             "other tensors by their names (only=), or drop it by a rule"
         )
-        source, nbytes = (
-            TensorSource("uint8", shape, Unreadable(reason)),
-            max(0, stop - begin),
-        )
+        source, nbytes = (TensorSource("uint8", shape, Unreadable(reason)), max(0, stop - begin))
     if begin != end or stop - begin != nbytes:
         raise ValueError(
             f"{quoted(name)} of {nbytes} bytes lies at {begin} to {stop}, after byte {end}"

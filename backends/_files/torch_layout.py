@@ -27,11 +27,7 @@ Storages = Mapping[str, tuple[str, Box, int] | bytes]
 
 def missing_dtypes(index: Index) -> list[ArrayEntry]:
     """The arrays whose dtype torch lacks."""
-    return [
-        entry
-        for entry in index.arrays.values()
-        if entry.dtype not in _CLASSES and entry.dtype not in _UNTYPED
-    ]
+    return [e for e in index.arrays.values() if e.dtype not in {*_CLASSES, *_UNTYPED}]
 
 
 def tensor(entry: ArrayEntry, shape: Sequence[int], key: str) -> PickledCall:
@@ -71,12 +67,8 @@ def saved(value: Any, storages: Storages, begin: int = 0) -> ZipLayout:
         Content("archive/byteorder", b"little"),
     ]
     for key, elements in storages.items():
-        name = f"archive/data/{key}"
-        contents.append(
-            Content(name, elements)
-            if isinstance(elements, bytes)
-            else Content(name, b"", *elements)
-        )
+        parts = (elements,) if isinstance(elements, bytes) else (b"", *elements)
+        contents.append(Content(f"archive/data/{key}", *parts))
     contents.append(Content("archive/version", b"3\n"))
     return ZipLayout(contents, begin)
 
@@ -98,11 +90,11 @@ def leaves_of(index: Index, left_out: Set[str] = frozenset()) -> tuple[dict[str,
     return leaves, storages
 
 
-def planned_file(name: str, value: Any, storages: Storages) -> PlannedFile:
-    """A file of torch.save that is a whole checkpoint; arguments as of `saved`."""
+def planned_file(name: str, value: Any, storages: Storages, last: bool = True) -> PlannedFile:
+    """A file of torch.save, by default one that is a whole checkpoint; arguments as of `saved`."""
     zipped = saved(value, storages)
     data = tuple(zipped.data)
-    return PlannedFile(name, zipped.size, zipped.texts, data, zipped.ending, last=True)
+    return PlannedFile(name, zipped.size, zipped.texts, data, zipped.ending, last=last)
 
 
 def object_of(node: Node | Leaf, value: Callable[[str], Any]) -> Any:

@@ -10,7 +10,7 @@ import struct
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from unickpt.backends._files import pickle_objects, pickle_writer, pickles
+from unickpt.backends._files import pickle_writer, pickles
 from unickpt.backends._files.bare_pickles import MOST_PICKLE, BarePickle
 from unickpt.backends._files.elements import InMemoryElements
 from unickpt.backends._files.loose_files import is_legacy, is_pickle
@@ -19,6 +19,7 @@ from unickpt.backends._files.pickle_objects import (
     EndsEarly,
     FileBytes,
     Global,
+    PersistentId,
     PickledObject,
     unread,
 )
@@ -26,7 +27,7 @@ from unickpt.backends._files.pickles import Constructors
 from unickpt.backends._files.torch_tensors import CONSTRUCTORS, Tensor, TorchStorage, storage
 from unickpt.backends._files.zip_files import STORED, ZipFile
 from unickpt.errors import CheckpointCorrupt
-from unickpt.extend import Box, Damaged, FileBox, FileRange, Files, Opaque, dtype_from_name, quoted
+from unickpt.extend import Box, Damaged, Elements, FileBox, FileRange, Files, Opaque, quoted
 
 _SCRIPT = "constants.pkl"
 _PROTOCOL = 1001  # of files before torch 1.6
@@ -105,35 +106,27 @@ class TorchFile:
         except (ValueError, TypeError, KeyError) as error:
             raise self.damaged(f"{obj!r} is malformed: {error}") from error
 
-    def box(self, tensor: Tensor, box: Box | None = None) -> FileBox:
+    def box(self, tensor: Tensor) -> FileBox:
         """Where a tensor is in the file.
 
         Arguments:
             tensor: one of `value`.
-            box: its place in an array of which it is a part; by default it is all of it.
 
         Raises:
             CheckpointCorrupt: its storage is missing, or too small.
         """
-        place = box or Box.whole(tensor.shape)
         torch_storage = tensor.storage
         if isinstance(torch_storage.data, FileBytes):
-            in_file = FileRange(self.name, torch_storage.data.offset, torch_storage.big_endian)
-            return FileBox(place, in_file, tensor.offset, tensor.strides)
-        if torch_storage.data is not None:
-            return FileBox(
-                place,
-                InMemoryElements(torch_storage.data, torch_storage.big_endian),
-                0,
-                tensor.strides,
-            )
-        begin = self._source.offset(torch_storage)
-        itemsize = dtype_from_name(tensor.dtype).itemsize
-        last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.strides, strict=True))
-        if 0 not in tensor.shape and (tensor.offset + last + 1) * itemsize > tensor.nbytes:
-            raise self.damaged(f"a tensor reaches beyond the storage {tensor.storage.key!r}")
-        stored = FileRange(self.name, begin, self._source.big_endian)
-        return FileBox(place, tensor.meant(stored), tensor.offset, tensor.strides)
+            begin, big_endian = torch_storage.data.offset, torch_storage.big_endian
+            elements: Elements = FileRange(self.name, begin, big_endian)
+        elif torch_storage.data is not None:
+            elements = InMemoryElements(torch_storage.data, torch_storage.big_endian)
+        else:
+            begin = self._source.offset(torch_storage)
+            if tensor.reach > tensor.nbytes:
+                raise self.damaged(f"a tensor reaches beyond the storage {torch_storage.key!r}")
+            elements = tensor.meant(FileRange(self.name, begin, self._source.big_endian))
+        return FileBox(Box.whole(tensor.shape), elements, tensor.offset, tensor.strides)
 
 
 class _Zip:
@@ -189,19 +182,12 @@ class _Zip:
 
 def _is_module(persistent_id: Any) -> bool:
     """Whether a persistent id of an old file is a class of a module, with its source code."""
-    return (
-        isinstance(persistent_id, tuple)
-        and persistent_id[:1] == ("module",)
-        and len(persistent_id) > 1
-    )
+    is_pair = isinstance(persistent_id, tuple) and len(persistent_id) > 1
+    return is_pair and persistent_id[0] == "module"
 
 
 def _as_stored(persistent_id: Any) -> Any:
-    return (
-        persistent_id[1]
-        if _is_module(persistent_id)
-        else pickle_objects.PersistentId(persistent_id)
-    )
+    return persistent_id[1] if _is_module(persistent_id) else PersistentId(persistent_id)
 
 
 class LegacyFile:

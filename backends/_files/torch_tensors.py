@@ -99,6 +99,14 @@ class Tensor:
         return self.storage.nbytes
 
     @property
+    def reach(self) -> int:
+        """Bytes of the storage up to its last element; 0 if it has none."""
+        if 0 in self.shape:
+            return 0
+        last = sum((n - 1) * s for n, s in zip(self.shape, self.strides, strict=True))
+        return (self.offset + last + 1) * dtype_from_name(self.dtype).itemsize
+
+    @property
     def identity(self) -> str:
         """Equal for tensors that are the same elements in the same order: ties."""
         same = (self.dtype, self.offset, self.shape, self.strides, self.lazy)
@@ -125,16 +133,10 @@ def dtype_of(torch_dtype: Any) -> str:
         raise NotSupported(f"{name or 'an object'} is not a dtype that unickpt supports") from None
 
 
-def _rebuild_tensor(storage: Any, offset: Any, shape: Any, strides: Any) -> Tensor:
-    """Of torch before 0.4."""
-    return _tensor(storage, None, offset, shape, strides)
-
-
-def _rebuild_tensor_v2(
-    storage: Any, offset: Any, shape: Any, strides: Any, grad: Any = None, *extra: Any
-) -> Tensor:
-    """After `grad` there are hooks, and what is lazy."""
-    return _tensor(storage, None, offset, shape, strides, *extra[1:])
+def _rebuild_tensor(storage: Any, offset: Any, shape: Any, strides: Any, *extra: Any) -> Tensor:
+    """Before torch 0.4 there is nothing more; then there are a flag for gradients, hooks, and what
+    is lazy."""
+    return _tensor(storage, None, offset, shape, strides, *extra[2:])
 
 
 def _rebuild_tensor_v3(
@@ -215,14 +217,10 @@ def _rebuild_sparse_tensor(layout: Any, parts: Any) -> Any:
     return {**dict(zip(keys, arrays, strict=True)), "context": context}
 
 
-_ROWS = ("crow_indices", "col_indices", "values")
-_COLUMNS = ("ccol_indices", "row_indices", "values")
 _SPARSE = {
     "sparse_coo": ("indices", "values"),
-    "sparse_csr": _ROWS,
-    "sparse_bsr": _ROWS,
-    "sparse_csc": _COLUMNS,
-    "sparse_bsc": _COLUMNS,
+    **dict.fromkeys(("sparse_csr", "sparse_bsr"), ("crow_indices", "col_indices", "values")),
+    **dict.fromkeys(("sparse_csc", "sparse_bsc"), ("ccol_indices", "row_indices", "values")),
 }
 
 
@@ -258,8 +256,8 @@ _QUANTIZERS = {
 }
 
 
-def _rebuild_nested_tensor(buffer: Any, shapes: Any, strides: Any, offsets: Any) -> Any:
-    return {"buffer": buffer, "sizes": shapes, "strides": strides, "storage_offsets": offsets}
+def _rebuild_nested_tensor(*parts: Any) -> Any:
+    return dict(zip(("buffer", "sizes", "strides", "storage_offsets"), parts, strict=True))
 
 
 def _rebuild_device_tensor(data: Any, dtype: Any, *extra: Any) -> Any:
@@ -294,7 +292,7 @@ _UTILS = "torch._utils._rebuild_"
 CONSTRUCTORS: Constructors = {
     **pickles.PLAIN,
     _UTILS + "tensor": _rebuild_tensor,
-    _UTILS + "tensor_v2": _rebuild_tensor_v2,
+    _UTILS + "tensor_v2": _rebuild_tensor,
     _UTILS + "tensor_v3": _rebuild_tensor_v3,
     _UTILS + "parameter": _rebuild_parameter,
     _UTILS + "parameter_with_state": _rebuild_parameter,
@@ -324,11 +322,8 @@ def storage(persistent_id: Any) -> TorchStorage:
     Raises:
         BadPickle: it is malformed.
     """
-    if (
-        not isinstance(persistent_id, tuple)
-        or len(persistent_id) < 5
-        or persistent_id[0] != "storage"
-    ):
+    is_tuple = isinstance(persistent_id, tuple) and len(persistent_id) >= 5
+    if not is_tuple or persistent_id[0] != "storage":
         raise BadPickle("it refers to something other than a storage")
     if len(persistent_id) > 5 and persistent_id[5] is not None:
         raise NotSupported(
@@ -376,13 +371,8 @@ def holds_tensors(obj: PickledObject, without: set[int], spend: Callable[[int], 
 def _inside(container: Any) -> list[Any]:
     """The parts of a container or an object."""
     if isinstance(container, PickledObject):
-        return [
-            container.args,
-            container.named,
-            container.state,
-            container.appended,
-            container.items,
-        ]
-    return (
-        [*container.keys(), *container.values()] if isinstance(container, dict) else list(container)
-    )
+        made = container
+        return [made.args, made.named, made.state, made.appended, made.items]
+    if isinstance(container, dict):
+        return [*container.keys(), *container.values()]
+    return list(container)

@@ -100,8 +100,8 @@ class PlainTree:
             return self.leaf(value)
         if isinstance(value, FileBytes):
             return self._counted(value.read())
-        if isinstance(value, PickledObject) and self._holds_tensors(value):
-            return self._object(value, depth, letters)
+        if isinstance(value, PickledObject) and holds_tensors(value, self._without, self._spend):
+            return _ObjectNode(value.name, self._children(attributes(value), depth, letters))
         if isinstance(value, PickledObject | Global):
             made = self.file.opaque(value, self._opaque)
             self._opaque -= len(made.pickle)
@@ -152,13 +152,6 @@ class PlainTree:
             length = letters + 1 + (len(name) if isinstance(name, str) else 20)
             children[name] = self.tree(value, depth + 1, length)
         return children
-
-    def _object(self, obj: PickledObject, depth: int, letters: int) -> _ObjectNode:
-        """An object as a container: its attributes, what it contains, and what it was made of."""
-        return _ObjectNode(obj.name, self._children(attributes(obj), depth, letters))
-
-    def _holds_tensors(self, obj: PickledObject) -> bool:
-        return holds_tensors(obj, self._without, self._spend)
 
 
 def _name(key: Any) -> str | int:

@@ -8,7 +8,6 @@ Sources: torch/optim/optimizer.py (`state_dict`), NumPy's `ndarray.__reduce__`, 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -113,8 +112,7 @@ class KnownTorchFile:
             name: of the file.
             value: what it holds, for `pickle_writer.dumps`.
         """
-        zipped = torch_layout.saved(value, self._storages)
-        return PlannedFile(name, zipped.size, zipped.texts, tuple(zipped.data), zipped.ending)
+        return torch_layout.planned_file(name, value, self._storages, last=False)
 
     def tensor(self, array: Any) -> PickledCall:
         """A tensor with what a NumPy array holds."""
@@ -192,8 +190,3 @@ def generators(file: KnownTorchFile, rng_states: Any, name: str) -> dict[str, An
             f"{name!r} is not what unickpt.integrations saves of random number generators "
             f"({error!r}); drop it by a rule: {name} <-> drop"
         ) from error
-
-
-def without_last(file: PlannedFile) -> PlannedFile:
-    """A file that does not make the checkpoint complete."""
-    return replace(file, last=False)

@@ -10,6 +10,7 @@ import struct
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 from unickpt.errors import CheckpointCorrupt
 from unickpt.extend import ChecksummedRange, Files
@@ -113,10 +114,8 @@ class ZipFile:
         """
         first, end = begin + len(head), begin + member.size
         if member.crc and first < end:
-            before = zlib.crc32(head)
-            self.files.summed.add(
-                ChecksummedRange(self.name, first, end, member.crc, before, member.name)
-            )
+            facts = member.crc, zlib.crc32(head), member.name
+            self.files.summed.add(ChecksummedRange(self.name, first, end, *facts))
 
     def inflate(self, member: Member, out: memoryview, skipped: int) -> None:
         """Decompresses a member into memory, piece by piece, and checks it.
@@ -141,11 +140,8 @@ class ZipFile:
                     chunk = stream.decompress(data, most)
                     if done >= 0:
                         out[done : done + len(chunk)] = chunk[: len(out) - done]
-                    crc, done, data = (
-                        zlib.crc32(chunk, crc),
-                        done + len(chunk),
-                        stream.unconsumed_tail,
-                    )
+                    crc, done = zlib.crc32(chunk, crc), done + len(chunk)
+                    data = stream.unconsumed_tail
         except zlib.error as error:
             raise self.damaged(f"{member.name} cannot be decompressed: {error}") from error
         self._compare(member, crc, skipped + done if stream.eof else -1)
@@ -191,11 +187,9 @@ class ZipFile:
             record_offset = _end_record(tail)
         if record_offset < 0:
             raise self.damaged("it is not a zip file, or incomplete")
-        numbers: Sequence[int] = struct.unpack(
-            "<4xHHHHII", tail[record_offset : record_offset + 20]
-        )
+        numbers: Sequence[int] = struct.unpack_from("<4xHHHHII", tail, record_offset)
         end_of_entries = end - len(tail) + record_offset - self._begin
-        if record_offset >= 20 and tail[record_offset - 20 : record_offset - 16] == _LOCATOR64:
+        if record_offset >= 20 and tail[record_offset - 20 :].startswith(_LOCATOR64):
             numbers, end_of_entries = self._wide_record(
                 numbers, tail[record_offset - 20 : record_offset], end_of_entries - 20
             )
@@ -255,15 +249,12 @@ class ZipFile:
             return tail, size
         # The storage does not tell the size; the directory ends where the record begins.
         record_offset = _end_record(tail)
-        size_of, start = (
-            struct.unpack("<12xII", tail[record_offset : record_offset + 20])
-            if record_offset >= 0
-            else (0, 0)
-        )
-        if record_offset >= 20 and tail[record_offset - 20 : record_offset - 16] == _LOCATOR64:
-            (record,) = struct.unpack("<8xQ4x", tail[record_offset - 20 : record_offset])
-            return tail, record + 56 + 20 + len(tail) - record_offset
-        return tail, start + size_of + len(tail) - record_offset
+        end = 0
+        if record_offset >= 20 and tail[record_offset - 20 :].startswith(_LOCATOR64):
+            end = struct.unpack_from("<8xQ", tail, record_offset - 20)[0] + 56 + 20
+        elif record_offset >= 0:
+            end = sum(struct.unpack_from("<12xII", tail, record_offset))
+        return tail, end + len(tail) - record_offset
 
     def _entries(self, data: bytes, count: int) -> dict[str, Member]:
         members: dict[str, Member] = {}
@@ -271,11 +262,11 @@ class ZipFile:
         while offset < len(data):
             if data[offset : offset + 4] != _ENTRY:
                 raise self.damaged("its zip directory is damaged")
-            (flags, method, crc, compressed, size, name_length, extra_length, comment, header) = (
-                struct.unpack("<8xHH4xIIIHHH8xI", data[offset : offset + 46])
+            flags, method, crc, compressed, size, *lengths, header = struct.unpack_from(
+                "<8xHH4xIIIHHH8xI", data, offset
             )
-            name = data[offset + 46 : offset + 46 + name_length].decode()
-            extra = data[offset + 46 + name_length : offset + 46 + name_length + extra_length]
+            ends = list(accumulate(lengths, initial=offset + 46))  # of the name, and so on
+            name, extra = data[ends[0] : ends[1]].decode(), data[ends[1] : ends[2]]
             size, compressed, header = _zip64(extra, size, compressed, header)
             if name in members:
                 raise self.damaged(f"{name} occurs twice")
@@ -284,7 +275,7 @@ class ZipFile:
             if method == STORED and compressed != size:
                 raise self.damaged(f"{name} has {compressed} bytes, {size} expected")
             members[name] = Member(name, method, compressed, size, self._begin + header, crc)
-            offset += 46 + name_length + extra_length + comment
+            offset = ends[3]
         if len(members) != count:
             raise self.damaged(f"{count} members expected, {len(members)} found")
         return members
@@ -305,12 +296,12 @@ def _zip64(extra: bytes, size: int, compressed: int, header: int) -> tuple[int, 
     wide: list[int] = []
     offset = 0
     while offset + 4 <= len(extra):
-        kind, length = struct.unpack("<HH", extra[offset : offset + 4])
+        kind, length = struct.unpack_from("<HH", extra, offset)
         if kind == 1:
             body = extra[offset + 4 : offset + 4 + length]
             wide = [x for (x,) in struct.iter_unpack("<Q", body[: len(body) // 8 * 8])]
         offset += 4 + length
-    numbers = [
+    size, compressed, header = (
         wide.pop(0) if number == _WIDE and wide else number for number in (size, compressed, header)
-    ]
-    return numbers[0], numbers[1], numbers[2]
+    )
+    return size, compressed, header

@@ -148,14 +148,10 @@ class _Decoder:
             else:
                 tensors[name] = self._tensor(name, fields(facts, "TensorStorageMetadata"))
         version = self._root.get("version")
-        return Metadata(
-            tensors,
-            objects,
-            tuple(name for name, _ in described),
-            self._paths(),
-            version if isinstance(version, str) and len(version) < 20 else "",
-            {field: value for field, value in self._root.items() if field not in _TORCH},
-        )
+        version = version if isinstance(version, str) and len(version) < 20 else ""
+        added = {field: value for field, value in self._root.items() if field not in _TORCH}
+        names = tuple(name for name, _ in described)
+        return Metadata(tensors, objects, names, self._paths(), version, added)
 
     def _add_stored(self, key: Any, value: Any) -> None:
         index, facts = fields(key, "MetadataIndex"), fields(value, "_StorageInfo")

@@ -23,12 +23,11 @@ from unickpt.errors import CheckpointCorrupt, CheckpointNotFound, CoverageError,
 from unickpt.extend import (
     WHOLE_BOXES,
     ArrayEntry,
+    ArrayTable,
     Box,
     FileBox,
     FileRange,
     Files,
-    Index,
-    Plain,
     RangeReader,
     Reader,
     check_boxes,
@@ -39,7 +38,6 @@ from unickpt.extend import (
     leaves_of_tree,
     quoted,
     reading,
-    tree_to_json,
 )
 
 METADATA = ".metadata"
@@ -131,12 +129,8 @@ def state_of(files: Files, metadata: Metadata) -> dict[str, Any]:
     check_files(files, metadata)
     values = read_objects(files, metadata.objects)
     chunks = ChunkFinder()
-    return {
-        name: stored_array(chunks, name, metadata.tensors[name])
-        if name in metadata.tensors
-        else values[name]
-        for name in metadata.names
-    }
+    arrays = {name: stored_array(chunks, name, t) for name, t in metadata.tensors.items()}
+    return {name: arrays[name] if name in arrays else values[name] for name in metadata.names}
 
 
 def check_files(files: Files, metadata: Metadata) -> None:
@@ -205,11 +199,8 @@ class _NestedLevel(dict[Any, Any]):
         children = {
             k: v.containers() if isinstance(v, _NestedLevel) else v for k, v in self.items()
         }
-        if (
-            children
-            and all(type(key) is int for key in children)
-            and max(children) == len(children) - 1
-        ):
+        numbered = bool(children) and all(type(key) is int for key in children)
+        if numbered and max(children) == len(children) - 1:
             return [children[position] for position in range(len(children))]
         return children
 
@@ -243,22 +234,19 @@ class DcpReader(RangeReader):
             node = flatten_tree(state, _is_leaf, expand)
         except UnsupportedLeaf as error:
             raise files.damaged(f"{METADATA}: {error}") from error
-        entries, boxes = dict[str, ArrayEntry](), dict[str, Sequence[FileBox]]()
-        plain = dict[str, Plain]()
+        table = ArrayTable(node)
         for leaf in leaves_of_tree(node):
             name, value = leaf.name, leaf.value
             if isinstance(value, ChunkedArray):
-                entries[name], boxes[name] = _entry(files, name, value), value.boxes
+                table.put(_entry(files, name, value), value.boxes)
             elif isinstance(value, InnerTensor):
-                entries[name] = entry_of_box(
-                    name, value.tensor.shape, value.tensor.dtype, value.box
-                )
-                boxes[name] = (value.box,)
+                facts = value.tensor.shape, value.tensor.dtype, value.box
+                table.put(entry_of_box(name, *facts), (value.box,))
             else:
-                plain[name] = value
-        super().__init__(files, Index(tree_to_json(node), entries, values=plain), boxes)
+                table.values[name] = value
+        super().__init__(files, table.index(), table.boxes)
         self.version = version
-        if any(name.rpartition("/")[2] == LOCAL for name in entries):
+        if any(name.rpartition("/")[2] == LOCAL for name in table.entries):
             self.lacks = _ONE_PART
 
 

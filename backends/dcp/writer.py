@@ -154,19 +154,10 @@ class _DcpPlanner:
         contiguous = PickledCall(Global(f"{_DCP}.metadata._MEM_FORMAT_ENCODING"), (0,))
         properties = _object("metadata.TensorProperties")
         properties.state = (Global(f"torch.{entry.dtype}"), layout, False, contiguous, False)
-        described = _object(
-            "metadata.TensorStorageMetadata",
-            properties=properties,
-            size=_size(entry.shape),
-            chunks=[
-                _object(
-                    "metadata.ChunkStorageMetadata",
-                    offsets=_size(box.start),
-                    sizes=_size(box.shape),
-                )
-                for box in boxes
-            ],
-        )
+        kind = "metadata.ChunkStorageMetadata"
+        places = [_object(kind, offsets=_size(box.start), sizes=_size(box.shape)) for box in boxes]
+        facts = {"properties": properties, "size": _size(entry.shape), "chunks": places}
+        described = _object("metadata.TensorStorageMetadata", **facts)
         return described, chunks
 
     def _add_object(self, name: str, node: Node | Leaf, within: str) -> None:
@@ -209,14 +200,10 @@ class _Blobs:
             self._size = 0
             zipped = torch_layout.saved(value, storages)
         self._zips[-1].append(zipped)
-        begin = self._size
+        file, begin = _name(len(self._zips) - 1), self._size
         self._size += zipped.size
-        return _object(
-            "filesystem._StorageInfo",
-            relative_path=_name(len(self._zips) - 1),
-            offset=begin,
-            length=zipped.size,
-        )
+        place = {"relative_path": file, "offset": begin, "length": zipped.size}
+        return _object("filesystem._StorageInfo", **place)
 
     def planned(self) -> Iterator[PlannedFile]:
         for number, zips in enumerate(self._zips):

@@ -69,7 +69,7 @@ class Contents:
         for kind, content in {MODULE: module, **slots}.items():
             self._add(kind, content)
         self._add_module_values(module_weights)
-        self._ranks.check_hints_used()
+        self._ranks.rules.check_hints_used(where)
         self._add_values()
         version = self.root.get("ds_version")
         self.version = version if isinstance(version, str) and len(version) < 40 else ""
@@ -158,7 +158,8 @@ class Contents:
             named = unsharded.by_name(states, [parts.keys() for parts in of_module.held])
             if named is not None:
                 return named, self._ranks.combined
-            return unsharded.by_number(self._torch), self._ranks.apart
+            numbered = [{str(n): p for n, p in s.parameters.items()} for s in self._torch]
+            return numbered, self._ranks.apart
         config = models[0].file.state.get("ds_config")
         first = isinstance(config, dict) and config.get("use_data_before_expert_parallelism")
         return [

@@ -5,6 +5,7 @@ Source: deepspeed/runtime/engine.py, the functions `_get_*_ckpt_name`.
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -97,7 +98,7 @@ def _in_tag(files: Files) -> DeepSpeedFolder | None:
         for pattern in (_MODEL, _OPTIMIZER, _EXPERT_OPTIMIZER, _EXPERT)
     )
     common = _UNIVERSAL_COMMON if not optimizers and files.exists(_UNIVERSAL_COMMON) else None
-    states = _states(files) if common else {}
+    states = states_in(files) if common else {}
     if states and _OF_ALL_STAGES.issubset(models):  # unickpt's writer makes both, of the same
         models = {name: match for name, match in models.items() if match[1] is None}
     if not (models or optimizers or of_experts or states):
@@ -160,12 +161,8 @@ def _grid(
         return []
     counts = [1 + max(rank[axis] for rank in by_rank) for axis in (0, 1)]
     if len(by_rank) != counts[0] * counts[1]:
-        mp, other = next(
-            (mp, other)
-            for mp in range(counts[0])
-            for other in range(counts[1])
-            if (mp, other) not in by_rank
-        )
+        every = itertools.product(*map(range, counts))
+        mp, other = next(rank for rank in every if rank not in by_rank)
         raise files.incomplete(
             f"of the files such as {next(iter(matches))}, that of {kind} rank {other} and "
             f"model-parallel rank {mp} is missing, of {counts[1]} x {counts[0]}"
@@ -190,7 +187,8 @@ def _layers(files: Files) -> dict[int, list[str]]:
     return {layer: [layers[layer][rank] for rank in range(count)] for layer in sorted(layers)}
 
 
-def _states(files: Files) -> dict[str, dict[str, str]]:
+def states_in(files: Files) -> dict[str, dict[str, str]]:
+    """The files of a universal checkpoint with the states of parameters: by parameter, by slot."""
     states: dict[str, dict[str, str]] = {}
     for name in files.names:
         match = _STATE.fullmatch(name)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from unickpt.backends._files.headers import sizes
@@ -147,7 +147,7 @@ class TensorParallelRules:
         """
         plan = self.plan(name, shapes)
         if plan.mean or self._lists[REPLICATED].find(name):
-            return [RankPiece(p.box, rank, p.first, p.strides) for p in plan.pieces[:1]]
+            return [replace(piece, rank=rank) for piece in plan.pieces[:1]]
         affine = self._affine.find(name)
         if affine is None:
             return [piece for piece in plan.pieces if piece.rank == rank]
@@ -291,7 +291,7 @@ def _cut(plan: TensorParallelPlan, size: Any) -> TensorParallelPlan:
     for piece in plan.pieces:
         box = piece.box.intersect(limit)
         if box is not None and not box.empty:
-            pieces.append(RankPiece(box, piece.rank, piece.first, piece.strides, piece.scale))
+            pieces.append(replace(piece, box=box))
     return TensorParallelPlan(limit.shape, pieces, plan.mean)
 
 

@@ -42,8 +42,7 @@ def parameters(
     first = optimizers[0]
     same_everywhere([(o.file, o.stage) for o in optimizers], "the stage of ZeRO")
     same_everywhere(
-        [(o.file, [group.partitions for group in o.groups]) for o in optimizers],
-        "partition_count",
+        [(o.file, [group.partitions for group in o.groups]) for o in optimizers], "partition_count"
     )
     if len(model.shapes) != len(first.groups):
         raise first.file.damaged(

@@ -70,11 +70,6 @@ class PatternTable:
         return (matches[0], self._values[matches[0]]) if matches else None
 
 
-def of_list(patterns: Sequence[str]) -> PatternTable:
-    """A set of patterns without values."""
-    return PatternTable(dict.fromkeys(patterns))
-
-
 def _steps(pattern: str, length: int) -> int:
     """About how many steps it takes at worst to match a name of so many letters."""
     pattern = _without_escapes(pattern)

@@ -43,11 +43,7 @@ class EngineRanks:
     """
 
     def __init__(
-        self,
-        where: str,
-        degree: int,
-        info: Mapping[str, Any],
-        hints: Mapping[str, Any],
+        self, where: str, degree: int, info: Mapping[str, Any], hints: Mapping[str, Any]
     ) -> None:
         self.where, self.degree = where, degree
         self._hinted = bool(hints)
@@ -84,16 +80,14 @@ class EngineRanks:
                     if first_array is named.array:
                         yield named
                         continue
-                    if (first_array.shape, first_array.dtype) != (
-                        named.array.shape,
-                        named.array.dtype,
-                    ):
+                    array = named.array
+                    if (first_array.shape, first_array.dtype) != (array.shape, array.dtype):
                         raise CheckpointCorrupt(
                             f"{self.where}: array '{kind}/{name}' has the shape "
-                            f"{list(first_array.shape)} on some ranks, and "
-                            f"{list(named.array.shape)} on others"
+                            f"{list(first_array.shape)} on some ranks, and {list(array.shape)} on "
+                            "others"
                         )
-                    first_array.copies.append(named.array)  # such as a tied one, in several stages
+                    first_array.copies.append(array)  # such as a tied one, in several stages
 
     def apart(
         self, kind: str, parts_by_rank: Sequence[Mapping[str, TensorSource]]
@@ -106,14 +100,6 @@ class EngineRanks:
             for name, part in parts.items():
                 unique_name = name if len(parts_by_rank) == 1 else f"{name}@{rank}"
                 yield Named(unique_name, name, rank, whole(part))
-
-    def check_hints_used(self) -> None:
-        """Checks that each pattern of a hint has matched a name.
-
-        Raises:
-            HintError: one has not.
-        """
-        self.rules.check_hints_used(self.where)
 
     def _merged(
         self, kind: str, name: str, first: int, parts: Sequence[TensorSource | None]
@@ -138,13 +124,10 @@ class EngineRanks:
         except merging.Unsupported as error:
             raise UnsupportedFormat(f"{self.where}: array '{kind}/{name}': {error}") from error
         except merging.BadInfo as error:
-            raise self._misfit(f"array '{kind}/{name}': {error}") from error
+            by = "with the hints" if self._hinted else "by its universal_checkpoint_info"
+            kind_of_error = HintError if self._hinted else CheckpointCorrupt
+            raise kind_of_error(f"{self.where}: {by}, array '{kind}/{name}': {error}") from error
         yield Named(name, name, first, array)
-
-    def _misfit(self, reason: str) -> HintError | CheckpointCorrupt:
-        if self._hinted:
-            return HintError(f"{self.where}: with the hints, {reason}")
-        return CheckpointCorrupt(f"{self.where}: by its universal_checkpoint_info, {reason}")
 
     def _array(self, kind: str, name: str, sources: Sequence[TensorSource]) -> MergedArray:
         shapes = tuple(source.shape for source in sources)
@@ -181,14 +164,9 @@ def _layout(plan: merging.TensorParallelPlan, degree: int) -> Layout | None:
 
 
 def _box(piece: merging.RankPiece, source: TensorSource) -> FileBox:
-    first, strides = _placed(piece, source)
-    return FileBox(piece.box, source.elements, first, strides)
-
-
-def _placed(piece: merging.RankPiece, source: TensorSource) -> tuple[int, tuple[int, ...]]:
-    """The first element of a piece in a source's sequence, and its strides there."""
+    """A piece, as a box of what a rank holds."""
     if source.is_row_major:
-        return source.first + piece.first, piece.strides
+        return FileBox(piece.box, source.elements, source.first + piece.first, piece.strides)
     expected = row_major(source.shape)
     extents = piece.box.shape
     if len(extents) != len(expected) or any(
@@ -197,7 +175,7 @@ def _placed(piece: merging.RankPiece, source: TensorSource) -> tuple[int, tuple[
         raise merging.Unsupported("a rank holds it in another order than row-major, and in pieces")
     start = unraveled(piece.first, source.shape) if source.count else (0,) * len(extents)
     first = source.first + sum(a * s for a, s in zip(start, source.steps, strict=True))
-    return first, source.steps
+    return FileBox(piece.box, source.elements, first, source.steps)
 
 
 def _mean(plan: merging.TensorParallelPlan, sources: Sequence[TensorSource]) -> MergedArray:

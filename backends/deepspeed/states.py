@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from unickpt.backends._files.headers import is_size
-from unickpt.backends._files.pickle_objects import PickledObject
+from unickpt.backends._files.pickle_objects import PickledObject, kind_of
 from unickpt.backends._files.pickles import Constructors
 from unickpt.backends._files.torch_pickles import TorchFile
 from unickpt.backends._files.torch_tensors import Tensor
@@ -21,9 +21,7 @@ from unickpt.errors import CheckpointCorrupt, UnickptError, UnsupportedFormat
 from unickpt.extend import Failed, Files, Pool, TensorSource, quoted, reading, reading_failed
 
 T = TypeVar("T")
-_CONSTRUCTORS: Constructors = {
-    "deepspeed.runtime.zero.config.ZeroStageEnum": lambda stage: stage,
-}
+_CONSTRUCTORS: Constructors = {"deepspeed.runtime.zero.config.ZeroStageEnum": lambda stage: stage}
 _FRAGMENT = "deepspeed.utils.tensor_fragment.fragment_address"
 _SCALERS = "deepspeed.runtime.fp16.loss_scaler."
 _AUTOEP = ("ds_autoep_layers", "autoep_layers")
@@ -74,19 +72,19 @@ class StateFile:
     def a_dict(self, value: Any, what: str) -> dict[Any, Any]:
         """A value that must be a dict."""
         if not isinstance(value, dict):
-            raise self.damaged(f"{what} holds no dict, but {_kind(value)}")
+            raise self.damaged(f"{what} holds no dict, but {kind_of(value)}")
         return value
 
     def a_list(self, value: Any, what: str) -> Sequence[Any]:
         """A value that must be a list or a tuple."""
         if not isinstance(value, list | tuple):
-            raise self.damaged(f"{what} is no list, but {_kind(value)}")
+            raise self.damaged(f"{what} is no list, but {kind_of(value)}")
         return value
 
     def source(self, value: Any, what: str) -> TensorSource:
         """A value that must be a tensor."""
         if not isinstance(value, Tensor):
-            raise self.damaged(f"{what} is no tensor, but {_kind(value)}")
+            raise self.damaged(f"{what} is no tensor, but {kind_of(value)}")
         try:
             where = self.torch.box(value)
         except Failed as error:
@@ -124,13 +122,9 @@ class StateFile:
 
     def a_name(self, value: Any) -> str:
         """A value that must be the name of a parameter."""
-        if (
-            not isinstance(value, str)
-            or not value
-            or value.encode(errors="replace") != (value.encode(errors="surrogatepass"))
-        ):
-            raise self.damaged(f"{quoted(value)} is not the name of a parameter")
-        return value
+        if isinstance(value, str) and value and value.encode(errors="ignore").decode() == value:
+            return value
+        raise self.damaged(f"{quoted(value)} is not the name of a parameter")
 
 
 def read_all(files: Files, names: Sequence[str], decode: Callable[[StateFile], T]) -> list[T]:
@@ -144,12 +138,6 @@ def read_all(files: Files, names: Sequence[str], decode: Callable[[StateFile], T
     most = _THREADS_REMOTE if files.location.is_remote else _THREADS_LOCAL
     with Pool(max(1, min(most, len(names)))) as threads:
         return list(threads.map(lambda name: decode(StateFile(files, name)), names))
-
-
-def _kind(value: Any) -> str:
-    return (
-        repr(value) if isinstance(value, PickledObject) else f"an object of {type(value).__name__}"
-    )
 
 
 # --- model files --------------------------------------------------------------------------------
@@ -206,23 +194,19 @@ def model_state(file: StateFile) -> ModelFileState:
     def read_dict(key: str) -> dict[Any, Any]:
         return file.a_dict(state.get(key) or {}, key)
 
+    groups = file.a_list(state.get("param_shapes") or (), "param_shapes")
+    frozen, shared = read_dict("frozen_param_fragments"), read_dict("shared_params")
     return ModelFileState(
         file,
         module,
         file.sources(module or {}, lambda tensor: 0 not in tensor.shape),
-        [
-            file.shapes(shapes, "param_shapes")
-            for shapes in file.a_list(state.get("param_shapes") or (), "param_shapes")
-        ],
+        [file.shapes(shapes, "param_shapes") for shapes in groups],
         file.shapes(read_dict("frozen_param_shapes"), "frozen_param_shapes"),
         {
-            file.a_name(name): file.flat(fragment, f"array 'module/{name}'", None)
-            for name, fragment in read_dict("frozen_param_fragments").items()
+            file.a_name(n): file.flat(part, f"array 'module/{n}'", None)
+            for n, part in frozen.items()
         },
-        {
-            file.a_name(alias): file.a_name(target)
-            for alias, target in read_dict("shared_params").items()
-        },
+        {file.a_name(alias): file.a_name(target) for alias, target in shared.items()},
         frozenset(n for n in state.get("buffer_names") or () if isinstance(n, str)),
         read_dict("universal_checkpoint_info"),
         _degrees(file, state.get("checkpoint_parallel_dimensions")),
@@ -400,12 +384,8 @@ def _fragments(file: StateFile, value: Any, count: int) -> Sequence[FlatFragment
 
 
 def _fragment(file: StateFile, name: str, fragment: Any) -> tuple[int, int]:
-    state = (
-        fragment.state
-        if isinstance(fragment, PickledObject) and fragment.name == _FRAGMENT
-        else None
-    )
-    fields = state if isinstance(state, dict) else {}
+    is_fragment = isinstance(fragment, PickledObject) and fragment.name == _FRAGMENT
+    fields = fragment.state if is_fragment and isinstance(fragment.state, dict) else {}
     start, count = fields.get("start"), fields.get("numel")
     if not is_size(start) or not is_size(count):
         raise file.damaged(f"param_slice_mappings does not say where {quoted(name)} is")

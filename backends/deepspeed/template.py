@@ -17,6 +17,7 @@ from unickpt.backends._files import torch_layout
 from unickpt.backends._files.flat_names import cannot_hold
 from unickpt.backends._files.torch_pickles import TorchFile
 from unickpt.backends._files.torch_tensors import Tensor
+from unickpt.backends.deepspeed.folder import LATEST_UNIVERSAL, states_in
 from unickpt.extend import (
     Box,
     Files,
@@ -29,8 +30,6 @@ from unickpt.extend import (
     text_file,
 )
 
-_LATEST = "latest_universal"
-_STATE = re.compile(r"zero/(.+)/([^/]+)\.pt")
 _COPIED = re.compile(r"[^/]*_model_states\.pt|zero/optimizer_state\.pt")
 _WEIGHTS, _STEP, _PARAM = "fp32", "step", "param"
 _HINT = (
@@ -53,7 +52,7 @@ def plan(index: Index, template: str | os.PathLike[str]) -> Plan:
     files, tag = _opened(template)
     planned, problems = list[PlannedFile](), list[str]()
     arrays, values = dict[str, str](), dict[str, str]()
-    states = _states(files)
+    states = states_in(files)
     for name, slots in states.items():
         if list(slots) == [_WEIGHTS]:  # buffers, frozen and tied parameters
             planned.append(_copy(files, slots[_WEIGHTS], tag))
@@ -73,7 +72,7 @@ def plan(index: Index, template: str | os.PathLike[str]) -> Plan:
     if problems:
         raise cannot_hold("universal", problems, _HINT)
     planned += [_copy(files, path, tag) for path in files.names if _COPIED.fullmatch(path)]
-    planned.append(text_file(_LATEST, tag, last=True))
+    planned.append(text_file(LATEST_UNIVERSAL, tag, last=True))
     return Plan(tuple(planned), arrays, values, others=True)
 
 
@@ -81,10 +80,12 @@ def _opened(template: str | os.PathLike[str]) -> tuple[Files, str]:
     """The files of the template, and the name of its folder."""
     location = resolve_path(template)
     files = Files(location)
-    if _LATEST in files.here:
-        tag = files.text(_LATEST)
+    if LATEST_UNIVERSAL in files.here:
+        tag = files.text(LATEST_UNIVERSAL)
         if not re.fullmatch(r"[\w.-]+", tag):
-            raise ValueError(f"template: {location}: {_LATEST} names the folder {quoted(tag)}")
+            raise ValueError(
+                f"template: {location}: {LATEST_UNIVERSAL} names the folder {quoted(tag)}"
+            )
         files = Files(location.child(tag))
     if not files.exists("zero/optimizer_state.pt") or not files.location.is_local:
         raise ValueError(
@@ -92,16 +93,6 @@ def _opened(template: str | os.PathLike[str]) -> tuple[Files, str]:
             "ds_to_universal from any checkpoint of the model"
         )
     return files, str(files.location).rstrip("/").rpartition("/")[2]
-
-
-def _states(files: Files) -> dict[str, dict[str, str]]:
-    """The file of each slot of each parameter."""
-    states: dict[str, dict[str, str]] = {}
-    for path in files.names:
-        match = _STATE.fullmatch(path)
-        if match is not None:
-            states.setdefault(match[1], {})[match[2]] = path
-    return states
 
 
 def _copy(files: Files, path: str, tag: str) -> PlannedFile:
@@ -169,5 +160,4 @@ def _file(index: Index, path: str, leaf: str, slot: _TemplateSlot) -> PlannedFil
         storages["0"] = (entry.name, Box.whole(entry.shape), entry.nbytes)
     if slot.extras is not None:
         value = {_PARAM: value, **slot.extras}
-    zipped = torch_layout.saved(value, storages)
-    return PlannedFile(path, zipped.size, zipped.texts, tuple(zipped.data), zipped.ending)
+    return torch_layout.planned_file(path, value, storages, last=False)

@@ -92,11 +92,6 @@ def _parameter(file: StateFile, number: Any, state: Any) -> Parameter:
 # --- which parameter has which state -------------------------------------------------------------
 
 
-def by_number(states: Sequence[TorchState]) -> list[dict[str, Parameter]]:
-    """What each file holds of parameters, by their numbers."""
-    return [{str(n): parameter for n, parameter in s.parameters.items()} for s in states]
-
-
 def by_name(
     states: Sequence[Sequence[TorchState]], weights: Sequence[Collection[str]]
 ) -> list[dict[str, Parameter]] | None:

@@ -84,9 +84,8 @@ def _quants(files: Files) -> Any:
     try:
         return importlib.import_module("gguf.quants")
     except ImportError:
-        raise files.unsupported(
-            "dequantizing needs the package gguf: install unickpt[gguf]"
-        ) from None
+        reason = "dequantizing needs the package gguf: install unickpt[gguf]"
+        raise files.unsupported(reason) from None
 
 
 @dataclass(frozen=True)
@@ -158,12 +157,9 @@ class GGUFBlocks:
         return elements
 
     def ranges(self, first: int, count: int, itemsize: int) -> Iterator[ByteRange]:
-        size = self.kind.elements
-        begin, end = first // size, -(-(first + count) // size)
-        offset = self.offset
-        yield ByteRange(
-            self.file, offset + begin * self.kind.nbytes, offset + end * self.kind.nbytes
-        )
+        size, nbytes = self.kind.elements, self.kind.nbytes
+        ends = first // size * nbytes, -(-(first + count) // size) * nbytes
+        yield ByteRange(self.file, self.offset + ends[0], self.offset + ends[1])
 
 
 @dataclass(frozen=True)
@@ -196,7 +192,7 @@ class GgufReader(RangeReader):
             ends: list[tuple[int, int, str]] = []
             for tensor in header.tensors:
                 source, nbytes = _stored(tensor, header, quants)
-                array = _array_name(tensor.name)
+                array = name_component(tensor.name)
                 if array in table.entries:
                     raise header.damaged(f"two tensors are called {quoted(tensor.name)}")
                 if source.dtype == "uint8":
@@ -270,10 +266,6 @@ def _metadata(headers: Sequence[_GGUFHeader]) -> dict[str, Any]:
                     f"it has another {quoted(key)} than the files before; are they of one model?"
                 )
     return metadata
-
-
-def _array_name(tensor: str) -> str:
-    return name_component(tensor)
 
 
 def _stored(tensor: _GGUFTensor, header: _GGUFHeader, quants: Any) -> tuple[TensorSource, int]:

@@ -532,13 +532,9 @@ class ShardsReader(Reader):
         for shard in self._shards:
             for path, present_names in _present(files, shard, index).items():
                 layer_names = names.setdefault(path, {})
-                layer_names.update(
-                    {
-                        k: name
-                        for k, name in present_names.items()
-                        if name != k or k not in layer_names
-                    }
-                )
+                for k, name in present_names.items():
+                    if name != k or k not in layer_names:
+                        layer_names[k] = name
         entries, self._reader_of = dict[str, ArrayEntry](), dict[str, Hdf5Reader]()
         raw = dict[str, set[str]]()
         for shard in self._shards:

@@ -7,7 +7,7 @@ bfloat16 as two bytes of no type. Equinox's documentation puts a line of JSON be
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from unickpt.backends._files import loose_files
@@ -47,10 +47,6 @@ class EquinoxReader(RangeReader):
     format = "equinox"
 
 
-def _tree(leaves: Sequence[TensorSource]) -> Any:
-    return list(leaves)
-
-
 def _open(files: Files, name: str) -> Reader | None:
     head, is_named = files.head(name), name.endswith(_SUFFIX)
     has_line = head[:6] != MAGIC and (is_named or b"\n" + MAGIC in head)
@@ -76,7 +72,7 @@ def _open(files: Files, name: str) -> Reader | None:
             f"ends at byte {size}, within its leaf {len(leaves) - 1}, which ends at {cursor.at}"
         )
     table = table_of_tree(
-        files, _tree(leaves), TensorSource, lambda table, leaf: table.add(leaf.name, leaf.value)
+        files, leaves, TensorSource, lambda table, leaf: table.add(leaf.name, leaf.value)
     )
     return EquinoxReader(files, table.index(metadata), table.boxes)
 

@@ -49,7 +49,6 @@ from unickpt.extend import (
     reading_failed,
     row_major,
     shortened,
-    tree_from_names,
 )
 
 MAGIC = b"\x93NUMPY"
@@ -215,8 +214,7 @@ def parsed(data: bytes, where: str, void: str | None = None) -> NpyHeader:
         reason = shortened(str(error), _MOST_TOLD)
         raise CheckpointCorrupt(f"{where}: its header is damaged: {reason}") from error
     try:
-        is_void = void is not None and dtype == np.dtype("V2")
-        name = void if void is not None and is_void else dtype_name(dtype.newbyteorder("="))
+        name = void if void and dtype == np.dtype("V2") else dtype_name(dtype.newbyteorder("="))
     except TypeError as error:
         raise UnsupportedFormat(
             f"{where} has the dtype {quoted(str(dtype))}, which unickpt lacks; load it with NumPy, "
@@ -247,16 +245,10 @@ class NpzWriter:
         ]
         refuse("npz", missing, plain_values(index))
         names = flat_names(index)
-        contents = [
-            Content(
-                f"{names[name]}.npy",
-                _header(entry),
-                entry.name,
-                Box.whole(entry.shape),
-                entry.nbytes,
-            )
-            for name, entry in index.entries.items()
-        ]
+        contents = []
+        for name, entry in index.entries.items():
+            elements = entry.name, Box.whole(entry.shape), entry.nbytes
+            contents.append(Content(f"{names[name]}.npy", _header(entry), *elements))
         zipped = ZipLayout(contents)
         planned = PlannedFile(
             file or "arrays.npz", zipped.size, zipped.texts, tuple(zipped.data), zipped.ending,
@@ -275,9 +267,5 @@ def _header(entry: ArrayEntry) -> bytes:
 
 def _shown(names: dict[str, str]) -> dict[str, str]:
     """The names as unickpt reads them: as containers, unless one is both a leaf and a container."""
-    nested = {name: nested_name(text) for name, text in names.items()}
-    try:
-        tree_from_names(nested.values())
-    except ValueError:
-        return {name: name_component(text) for name, text in names.items()}
-    return nested
+    name_of = nested_name if can_nest(names.values()) else name_component
+    return {name: name_of(text) for name, text in names.items()}

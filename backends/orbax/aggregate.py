@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from unickpt.backends._files.loose_files import is_flax
 from unickpt.backends._files.msgpack_files import Elsewhere, scan
 from unickpt.backends.orbax.metadata import ItemMetadata, NamedTuple, Stored
 from unickpt.extend import ArrayTable, Files, Index, RangeReader, TensorSource, quoted
@@ -41,15 +40,6 @@ class Inline:
         table = ArrayTable()
         table.add(name, self.source)
         return _AggregateReader(self.files, Index({}, table.entries), table.boxes)
-
-
-def begins(files: Files, name: str) -> bool:
-    """Whether a file begins as such a file does.
-
-    Raises:
-        Failed: the storage failed.
-    """
-    return is_flax(files.head(name))
 
 
 def added(files: Files, item: ItemMetadata | None) -> ItemMetadata:

@@ -205,14 +205,11 @@ def _composite(
         if not names or {_UNNAMED, *_UNNAMED_V1} & set(missing):  # what a step is saved for
             raise CheckpointCorrupt(f"{lacks} Each other item can be opened by its own path")
         _log.warning("%s", lacks)
-    items_by_name = {
-        name: items.any_item(
-            Files(files.location.child(name)),
-            context,
-            json_file=_JSON_V1 if _is_json_v1((handlers or {}).get(name)) else "",
-        )
-        for name in names
-    }
+    items_by_name = {}
+    for name in names:
+        below, is_json = Files(files.location.child(name)), _is_json_v1((handlers or {}).get(name))
+        json_file = _JSON_V1 if is_json else ""
+        items_by_name[name] = items.any_item(below, context, json_file=json_file)
     metadata = _custom(about)
     if items.METRICS in items_by_name and not isinstance(
         items_by_name[items.METRICS].tree, Located

@@ -12,12 +12,14 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import tensorstore as ts
 
+from unickpt.backends._files.loose_files import is_flax
 from unickpt.backends.orbax import aggregate, metadata, zarr
 from unickpt.backends.orbax.metadata import NamedTuple, Stored
 from unickpt.backends.orbax.zarr import InDatabase, InFolders, Store, ZarrArray
-from unickpt.errors import CheckpointCorrupt
+from unickpt.errors import CheckpointCorrupt, naming_memory
 from unickpt.extend import (
     MANIFEST,
     Array,
@@ -27,11 +29,13 @@ from unickpt.extend import (
     OcdbtDatabase,
     Pool,
     StorageFuture,
+    asking_storage,
     dtype_and_shape,
     in_batches,
     quoted,
     reading,
     storage_context,
+    zarr_dtype,
 )
 
 ITEM = "_METADATA"
@@ -44,6 +48,9 @@ _MOST_METADATA = 1 << 30
 _MOST_OTHER = 8 << 20  # bytes of a file of which only its library knows what it says
 _DEPTH = 3  # of items within items
 _THREADS, _AT_ONCE = 16, 32
+_DRIVERS = {2: "zarr", 3: "zarr3"}
+# Memory for larger chunks is allocated only if enough bytes are stored; see `ChunkStore`.
+_BELIEVED = 16 << 20
 
 
 @dataclass(frozen=True)
@@ -86,18 +93,47 @@ class Located:
     prng: str | None = None
 
     def opened(self, context: ts.Context) -> ts.TensorStore:
-        return zarr.open_array(self.store, self.name, self.array, context, fill=self.fill)
+        """The array as a TensorStore; opened without I/O.
+
+        Arguments:
+            context: as for the store.
+
+        Raises:
+            Damaged: the metadata contradicts itself.
+        """
+        spec = {
+            "driver": _DRIVERS[self.array.version],
+            "kvstore": self.store.spec(self.name),
+            "metadata": dict(self.array.metadata),
+            "fill_missing_data_reads": self.fill,
+        }
+        with asking_storage():
+            return ts.open(spec, context=context, open=True, assume_metadata=True).result()
 
     def start(self, source: ts.TensorStore, box: Box) -> StorageFuture[Any]:
-        """Starts to read a small box; raises as `zarr.read_box`."""
+        """Starts to read a small box into new memory; raises as `read`."""
         self._check(self.array.keys(box))
-        return zarr.start_read(source, box)
+        with asking_storage():
+            return StorageFuture(source[box.slices].read())
 
     def read(self, source: ts.TensorStore, box: Box, out: Array, context: ts.Context) -> None:
-        """Reads a box; raises as `zarr.read_box`."""
-        zarr.check_memory(self.array)
+        """Reads a box into contiguous memory.
+
+        Raises:
+            Damaged: a chunk is missing or cannot be decoded.
+            OutOfMemory: this machine has no memory for a chunk, for which TensorStore would abort
+                the process.
+            Failed: the storage failed.
+        """
+        if self.array.chunk_bytes > _BELIEVED:
+            facts = dtype_and_shape(self.array.dtype, self.array.chunk)
+            with naming_memory(f"a chunk of {facts}"):
+                np.empty(self.array.chunk_bytes, np.uint8)
         self._check(self.array.keys(box))
-        zarr.read_box(source, box, self.array.dtype, out, context)
+        stored = ts.dtype(zarr_dtype(self.array.dtype)).numpy_dtype
+        with asking_storage():
+            target = ts.array(out if out.dtype == stored else out.view(stored), context=context)
+            target.write(source[box.slices]).result()
 
     def check_ends(self) -> None:
         """Checks that the first and the last chunk are there, if they must be.
@@ -156,7 +192,7 @@ def is_item(files: Files, above: str = "") -> bool:
         return True
     if files.single is not None or not has(files, above + aggregate.FILE):
         return False
-    if aggregate.begins(files, above + aggregate.FILE) or has(files, above + MANIFEST):
+    if is_flax(files.head(above + aggregate.FILE)) or has(files, above + MANIFEST):
         return True
     name = zarr.METADATA[2]
     return any(has(files, f"{above}{below}/{name}") for below in folders(files, above))
@@ -189,11 +225,9 @@ def _described(files: Files) -> metadata.ItemMetadata:
     description = None
     if has(files, ITEM):
         description = metadata.item(_whole(files, ITEM), f"{files.location}: {ITEM}")
-    return (
-        aggregate.added(files, description)
-        if has(files, aggregate.FILE) or not description
-        else description
-    )
+    if description is not None and not has(files, aggregate.FILE):
+        return description
+    return aggregate.added(files, description)
 
 
 def _replaced(content: Any, values: Mapping[Stored, Any]) -> Any:
@@ -234,17 +268,9 @@ def _locate(
             )
         sharding = shardings.get(leaf.name)
         layout = metadata.layout(sharding, len(array.shape), f"{where}: {_SHARDINGS}")
-        return Located(
-            store,
-            leaf.name,
-            array,
-            item.fill,
-            is_scalar=leaf.kind == "scalar",
-            is_numpy=leaf.kind == "numpy",
-            layout=layout,
-            sharding=sharding,
-            prng=keys.get(leaf.name),
-        )
+        kinds = leaf.kind == "scalar", leaf.kind == "numpy"
+        how = layout, sharding, keys.get(leaf.name)
+        return Located(store, leaf.name, array, item.fill, *kinds, *how)
 
     batches = list(in_batches(leaves, _AT_ONCE))
     with Pool(max(1, min(_THREADS, len(batches)))) as threads:

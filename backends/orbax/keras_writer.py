@@ -3,7 +3,9 @@ unickpt.integrations.keras saved.
 
 Sources: keras/src/callbacks/orbax_checkpoint.py, src/saving/saving_api.py, `Model.get_state_tree`
 and `set_state_tree`, which skips without a word what it does not find: a variable must be in the
-group, of those that are trained or of the others, in which the model has it.
+group, of those that are trained or of the others, in which the model has it. As
+unickpt.integrations.keras stores the state, all variables are one group, so that it does not matter
+at a load which layers are frozen; which ones were trained is noted in the metadata.
 """
 
 from __future__ import annotations
@@ -14,15 +16,6 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from unickpt.backends.orbax import step_writer
-from unickpt.backends.orbax.keras_states import (
-    CONFIG,
-    FURTHER,
-    MODEL,
-    OTHERS,
-    POSITION,
-    TRAINED,
-    VARIABLES,
-)
 from unickpt.backends.orbax.tree_writer import TreeFiles, tree_files
 from unickpt.errors import UnsupportedLeaf
 from unickpt.extend import (
@@ -38,6 +31,18 @@ from unickpt.extend import (
     tree_without,
 )
 
+CONFIG = "keras"
+"""The configuration of the model, in the metadata."""
+VARIABLES = "keras_variables"
+"""The paths of the model's variables, by Keras' two groups and in its order, in the metadata."""
+MODEL = "model"
+"""The group with all variables of the model."""
+TRAINED, OTHERS = "trainable_variables", "non_trainable_variables"
+"""The two groups that Keras makes of it."""
+FURTHER = {"optimizer": "optimizer_variables", "metrics": "metrics_variables"}
+"""Keras' names of the other groups."""
+POSITION = "fit"
+"""The group that says how far a `fit` has come, of which Keras knows nothing."""
 _HANDLER = "orbax.checkpoint.experimental.v1._src.handlers.pytree_handler.PyTreeHandler"
 _STATE, _MODEL_CONFIG, _TEXT = "pytree", "model_config", "config"
 _HELP = "`--to orbax` writes any checkpoint"

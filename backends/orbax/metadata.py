@@ -20,12 +20,7 @@ from unickpt.extend import MAX_DEPTH, Expansion, Layout, Mesh, MeshFacts, MeshKe
 
 _ARRAYS = {"jax.Array": "array", "np.ndarray": "numpy"}
 _SCALAR, _TEXT = "scalar", "string"
-_EMPTY: Mapping[str, Callable[[], Any]] = {
-    "None": lambda: None,
-    "Dict": dict,
-    "List": list,
-    "Tuple": tuple,
-}
+_EMPTY: Mapping[str, Callable[[], Any]] = {"Dict": dict, "List": list, "Tuple": tuple}
 _EMPTY_NAMEDTUPLE = "NamedTuple"
 _SEQUENCE, _DICT = 1, 2
 _BAD = (
@@ -120,15 +115,11 @@ def item(data: bytes, where: str) -> ItemMetadata:
                 raise ValueError(f"its trees differ: only one has {quoted(next(iter(by_path)))}")
         else:
             content = _nested(list(leaves.items()), 0)
-        custom = root.get("custom_metadata")
-        return ItemMetadata(
-            content,
-            tuple(leaf for leaf in leaves.values() if isinstance(leaf, Stored)),
-            root.get("use_ocdbt"),
-            3 if root.get("use_zarr3", False) else 2,
-            not root.get("store_array_data_equal_to_fill_value", False),
-            custom if isinstance(custom, dict) else {},
-        )
+        stored = tuple(leaf for leaf in leaves.values() if isinstance(leaf, Stored))
+        version = 3 if root.get("use_zarr3", False) else 2
+        fill = not root.get("store_array_data_equal_to_fill_value", False)
+        custom = root["custom_metadata"] if isinstance(root.get("custom_metadata"), dict) else {}
+        return ItemMetadata(content, stored, root.get("use_ocdbt"), version, fill, custom)
     except _BAD as error:
         raise CheckpointCorrupt(f"{where} is damaged: {error}") from error
 
@@ -151,8 +142,8 @@ def _value(name: str, kind: Any) -> Any:
         return Stored(name, "scalar" if kind == _SCALAR else "text")
     if kind in _EMPTY:
         return _EMPTY[kind]()
-    if kind == _EMPTY_NAMEDTUPLE:
-        return None  # which Orbax makes of it, unless it has the types of containers
+    if kind in ("None", _EMPTY_NAMEDTUPLE):
+        return None  # of the latter, unless Orbax has stored the types of containers
     return f"<{quoted(kind)[1:-1]}>"  # of a custom type handler
 
 

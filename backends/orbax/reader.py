@@ -85,31 +85,29 @@ class OrbaxReader(Reader):
             node = flatten_tree(contents.tree, _is_leaf, _expand)
         except UnsupportedLeaf as error:
             raise files.damaged(f"{error}") from error
-        leaves = {leaf.name: leaf.value for leaf in leaves_of_tree(node)}
         self._open: dict[str, ts.TensorStore] = {}
-        scalars = {
-            name: leaf
-            for name, leaf in leaves.items()
-            if isinstance(leaf, Located) and leaf.is_scalar and _is_number(leaf.array)
-        }
-        values = {name: leaf for name, leaf in leaves.items() if not isinstance(leaf, Located)}
-        values.update(self._numbers(scalars))
-        self._arrays = {
-            name: leaf
-            for name, leaf in leaves.items()
-            if isinstance(leaf, Located) and name not in scalars
-        }
-        self._inline: Mapping[str, Reader] = {
-            name: values.pop(name).reader(name)
-            for name, leaf in leaves.items()
-            if isinstance(leaf, Inline)
-        }
+        self._arrays, self._inline = dict[str, Located](), dict[str, Reader]()
+        scalars, values = dict[str, Located](), dict[str, Any]()
+        for leaf in leaves_of_tree(node):
+            if isinstance(leaf.value, Inline):
+                self._inline[leaf.name] = leaf.value.reader(leaf.name)
+            elif not isinstance(leaf.value, Located):
+                values[leaf.name] = leaf.value
+            elif leaf.value.is_scalar and _is_number(leaf.value.array):
+                scalars[leaf.name] = leaf.value
+            else:
+                self._arrays[leaf.name] = leaf.value
+        values |= self._numbers(scalars)
         self.saved = SavedArrays(
             {*self._inline, *(name for name, leaf in self._arrays.items() if leaf.is_numpy)},
             metadata.meshes(leaf.sharding for leaf in self._arrays.values()),
         )
         entries = {name: inline.index.arrays[name] for name, inline in self._inline.items()}
-        entries.update({name: _entry(name, leaf) for name, leaf in self._arrays.items()})
+        for name, located in self._arrays.items():
+            array = located.array
+            layout = located.layout or Layout.replicated(len(array.shape), 1)
+            facts = name, array.shape, array.dtype, array.read_at_once, layout
+            entries[name] = ArrayEntry(*facts, prng=located.prng)
         self.index = Index(
             tree_to_json(node),
             entries,
@@ -203,9 +201,3 @@ def _is_number(array: ZarrArray) -> bool:
     """Whether a number is a plain value, which complex ones are not."""
     kind = dtype_from_name(array.dtype).kind
     return array.shape == () and kind in "biuf"
-
-
-def _entry(name: str, leaf: Located) -> ArrayEntry:
-    array = leaf.array
-    layout = leaf.layout or Layout.replicated(len(array.shape), 1)
-    return ArrayEntry(name, array.shape, array.dtype, array.read_at_once, layout, prng=leaf.prng)

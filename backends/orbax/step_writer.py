@@ -16,7 +16,6 @@ from unickpt.errors import UnsupportedLeaf
 from unickpt.extend import (
     Index,
     Leaf,
-    Node,
     Plan,
     PlannedFile,
     SavedArrays,
@@ -52,36 +51,6 @@ def about(index: Index, handlers: Any) -> Iterator[PlannedFile]:
     metadata["custom_metadata"] = {}
     yield text_file("_CHECKPOINT_METADATA", json.dumps(metadata), last=True)
     yield text_file(_COMMITTED, "written by unickpt", last=True)
-
-
-def plan(index: Index, node: Node, *, is_step: bool, chunk_bytes: int) -> Plan:
-    """The files of a tree, or of a step that has it as its item.
-
-    Arguments:
-        node: the tree of the checkpoint.
-        is_step: whether it becomes a step.
-        chunk_bytes: the most bytes of a file.
-
-    Raises:
-        UnsupportedLeaf: Orbax cannot hold something.
-    """
-    stored_metadata = index.metadata.get(ORBAX)
-    orbax_metadata: Mapping[str, Any] = (
-        stored_metadata if isinstance(stored_metadata, Mapping) else {}
-    )
-    custom, arrays = orbax_metadata.get("custom_metadata"), SavedArrays.of_json(orbax_metadata)
-    made = tree_files(index, node, chunk_bytes, custom, arrays)
-    if not is_step:  # on object storage, what a reader looks for in a tree comes last
-        files = [*about(index, _TREE), *made.files]
-        return Plan(tuple(files), made.arrays, made.values, others=made.others)
-    made = made.within(_DEFAULT, "")
-    files, handlers = [_committed(_DEFAULT), *made.files], {_DEFAULT: _TREE}
-    if metrics := step_metrics(index.metadata):
-        text = json.dumps({name: finite_or_text(value) for name, value in metrics.items()})
-        files += [text_file("metrics/metrics", text), _committed("metrics")]
-        handlers["metrics"] = _JSON
-    files += about(index, handlers)
-    return Plan(tuple(files), made.arrays, made.values, others=made.others)
 
 
 def _committed(folder: str) -> PlannedFile:
@@ -121,6 +90,18 @@ class OrbaxWriter:
                 "Orbax stores trees, and this checkpoint is a single leaf; put it below a name by "
                 "a rule"
             )
-        chunk_bytes = min(CHUNK_BYTES, most_bytes)
-        is_step = self.layout == "step"
-        return plan(index, node, is_step=is_step, chunk_bytes=chunk_bytes)
+        stored = index.metadata.get(ORBAX)
+        metadata: Mapping[str, Any] = stored if isinstance(stored, Mapping) else {}
+        custom, arrays = metadata.get("custom_metadata"), SavedArrays.of_json(metadata)
+        made = tree_files(index, node, min(CHUNK_BYTES, most_bytes), custom, arrays)
+        if self.layout != "step":  # on object storage, what a reader looks for in a tree comes last
+            files = [*about(index, _TREE), *made.files]
+            return Plan(tuple(files), made.arrays, made.values, others=made.others)
+        made = made.within(_DEFAULT, "")
+        files, handlers = [_committed(_DEFAULT), *made.files], {_DEFAULT: _TREE}
+        if metrics := step_metrics(index.metadata):
+            text = json.dumps({name: finite_or_text(value) for name, value in metrics.items()})
+            files += [text_file("metrics/metrics", text), _committed("metrics")]
+            handlers["metrics"] = _JSON
+        files += about(index, handlers)
+        return Plan(tuple(files), made.arrays, made.values, others=made.others)

@@ -312,14 +312,8 @@ def _named_sharding(
 
 def _about(stored: str, entry: ArrayEntry, chunk: Sequence[int]) -> dict[str, Any]:
     key = None if entry.prng is None else {"random_key_impl": entry.prng}
-    return {
-        "array_metadata": {
-            "param_name": stored,
-            "write_shape": list(chunk),
-            "chunk_shape": list(chunk),
-            "ext_metadata": key,
-        }
-    }
+    facts = {"param_name": stored, "write_shape": list(chunk), "chunk_shape": list(chunk)}
+    return {"array_metadata": {**facts, "ext_metadata": key}}
 
 
 def _value_files(stored: str, value: Any, kind: str, texts: dict[str, Any]) -> list[PlannedFile]:

@@ -9,21 +9,17 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import tensorstore as ts
 
-from unickpt.errors import CheckpointCorrupt, UnsupportedFormat, naming_memory
+from unickpt.errors import CheckpointCorrupt, UnsupportedFormat
 from unickpt.extend import (
-    Array,
     Box,
     Damaged,
     Files,
     OcdbtDatabase,
-    StorageFuture,
-    asking_storage,
-    dtype_and_shape,
     dtype_from_name,
     dtype_name,
     quoted,
@@ -36,15 +32,12 @@ SMALL = 64 << 10
 """Below so many bytes, several reads are faster if they are started together."""
 METADATA = {2: ".zarray", 3: "zarr.json"}
 """The file or key with an array's metadata, below its own name."""
-_DRIVERS = {2: "zarr", 3: "zarr3"}
 _MOST_METADATA = 1 << 20
 _MOST_RANK = 32  # TensorStore has no arrays of more dimensions
 _MOST_EXTENT = 1 << 60
 _NUMPY = re.compile(r"[<>|][bifuc][0-9]{1,2}")
 _COMPRESSORS = ("zstd", "blosc", "zlib", "gzip", "bz2")
 _PLAIN_CODECS = ("bytes", "transpose", "crc32c")
-# Memory for larger chunks is allocated only if enough bytes are stored; see `ChunkStore`.
-_BELIEVED = 16 << 20
 _MOST_PER_BYTE = 1 << 16
 
 
@@ -165,17 +158,9 @@ def _parse_3(metadata: Mapping[str, Any], where: str) -> ZarrArray:
     encoding = metadata["chunk_key_encoding"]
     is_default = {"default": True, "v2": False}[encoding["name"]]
     separator = encoding.get("configuration", {}).get("separator", "/" if is_default else ".")
-    return ZarrArray(
-        3,
-        shape,
-        _dtype(metadata["data_type"], where),
-        chunk,
-        stored,
-        any(name in _COMPRESSORS for name in names),
-        "c" if is_default else "",
-        _separator(separator),
-        metadata,
-    )
+    dtype, compressed = _dtype(metadata["data_type"], where), not {*names}.isdisjoint(_COMPRESSORS)
+    key, separator = "c" if is_default else "", _separator(separator)
+    return ZarrArray(3, shape, dtype, chunk, stored, compressed, key, separator, metadata)
 
 
 def _codecs(codecs: Sequence[Any]) -> list[tuple[str, Mapping[str, Any]]]:
@@ -212,34 +197,6 @@ def _dtype(dtype: Any, where: str) -> str:
 # --- stores -------------------------------------------------------------------------------------
 
 
-class Store(Protocol):
-    """Where the keys of arrays are."""
-
-    def read(self, key: str) -> bytes | None:
-        """A small value; None if it is missing.
-
-        Raises:
-            Damaged: it is too large.
-            Failed: the storage failed.
-        """
-
-    def spec(self, array: str) -> dict[str, Any]:
-        """The JSON of TensorStore's key-value store of one array."""
-
-    def check(self, array: str, keys: Iterable[str], least: int, *, fill: bool) -> None:
-        """Checks chunks of an array before TensorStore reads them, where that needs no request.
-
-        Arguments:
-            array: its name.
-            keys: of its chunks, below its name.
-            least: bytes that each must have.
-            fill: whether they may be missing.
-
-        Raises:
-            Damaged: one is missing, too small, or no file to be opened.
-        """
-
-
 def below(array: str, key: str) -> str:
     """A key of an array, whose name may be empty or end with a slash."""
     return f"{array}{key}" if not array or array.endswith("/") else f"{array}/{key}"
@@ -256,21 +213,39 @@ class InDatabase:
         self._database, self._values = database, database.reader()
 
     def read(self, key: str) -> bytes | None:
+        """A small value; None if it is missing.
+
+        Raises:
+            Damaged: it is too large.
+            Failed: the storage failed.
+        """
         if (self._values.length(key) or 0) > _MOST_METADATA:
             raise Damaged(f"key {quoted(key)} has more than {_MOST_METADATA} bytes")
         return self._values.read(key)
 
     def spec(self, array: str) -> dict[str, Any]:
+        """The JSON of TensorStore's key-value store of one array."""
         return {**self._database.array_spec(""), "path": below(array, "")}
 
     def check(self, array: str, keys: Iterable[str], least: int, *, fill: bool) -> None:
+        """Checks chunks of an array before TensorStore reads them, where that needs no request.
+
+        Arguments:
+            array: its name.
+            keys: of its chunks, below its name.
+            least: bytes that each must have.
+            fill: whether they may be missing.
+
+        Raises:
+            Damaged: one is missing, too small, or no file to be opened.
+        """
         self._values.check(below(array, ""))
         for key in keys:
             _check_length(key, self._values.length(below(array, key)), least, fill)
 
 
 class InFolders:
-    """Arrays that are folders of files.
+    """Arrays that are folders of files; has the methods of `InDatabase`.
 
     Arguments:
         files: those of the folder that contains them.
@@ -280,7 +255,8 @@ class InFolders:
         self._files = files
 
     def read(self, key: str) -> bytes | None:
-        self._check_inside(key)
+        if key.startswith("/") or ".." in key.split("/"):
+            raise Damaged(f"{quoted(key)} leads out of the folder")
         try:
             data = self._files.tail(key, _MOST_METADATA + 1)
         except Damaged as error:
@@ -307,9 +283,9 @@ class InFolders:
                 length = None
             _check_length(key, length, least, fill)
 
-    def _check_inside(self, key: str) -> None:
-        if key.startswith("/") or ".." in key.split("/"):
-            raise Damaged(f"{quoted(key)} leads out of the folder")
+
+Store = InDatabase | InFolders
+"""Where the keys of arrays are."""
 
 
 def _check_length(key: str, length: int | None, least: int, fill: bool) -> None:
@@ -317,61 +293,3 @@ def _check_length(key: str, length: int | None, least: int, fill: bool) -> None:
         raise Damaged(f"chunk {quoted(key)} is missing")
     if length is not None and length < least:
         raise Damaged(f"{length} bytes stored in chunk {quoted(key)}, at least {least} expected")
-
-
-# --- data ---------------------------------------------------------------------------------------
-
-
-def open_array(
-    store: Store, name: str, array: ZarrArray, context: ts.Context, *, fill: bool
-) -> ts.TensorStore:
-    """An array as a TensorStore; opened without I/O.
-
-    Arguments:
-        store: where its keys are.
-        name: of the array in the store.
-        array: its metadata.
-        context: as for the store.
-        fill: whether chunks that are missing have the array's fill value; else they are an error.
-
-    Raises:
-        Damaged: the metadata contradicts itself.
-    """
-    spec = {
-        "driver": _DRIVERS[array.version],
-        "kvstore": store.spec(name),
-        "metadata": dict(array.metadata),
-        "fill_missing_data_reads": fill,
-    }
-    with asking_storage():
-        return ts.open(spec, context=context, open=True, assume_metadata=True).result()
-
-
-def read_box(source: ts.TensorStore, box: Box, dtype: str, out: Array, context: ts.Context) -> None:
-    """Reads a box of an array into contiguous memory.
-
-    Raises:
-        Damaged: a chunk is missing or cannot be decoded.
-        Failed: the storage failed.
-    """
-    stored = ts.dtype(zarr_dtype(dtype)).numpy_dtype
-    with asking_storage():
-        target = ts.array(out if out.dtype == stored else out.view(stored), context=context)
-        target.write(source[box.slices]).result()
-
-
-def start_read(source: ts.TensorStore, box: Box) -> StorageFuture[Any]:
-    """Starts to read a small box into new memory."""
-    with asking_storage():
-        return StorageFuture(source[box.slices].read())
-
-
-def check_memory(array: ZarrArray) -> None:
-    """Checks that this machine has memory for a chunk: TensorStore aborts the process if not.
-
-    Raises:
-        OutOfMemory: it has not.
-    """
-    if array.chunk_bytes > _BELIEVED:
-        with naming_memory(f"a chunk of {dtype_and_shape(array.dtype, array.chunk)}"):
-            np.empty(array.chunk_bytes, np.uint8)

@@ -12,6 +12,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
 from typing import Any, ClassVar
 
 from unickpt.backends._files.flat_names import (
@@ -185,21 +186,16 @@ def _file(
     # size.
     ordered = sorted(entries.items(), key=lambda item: (-item[1].itemsize, names[item[0]]))
     header: dict[str, Any] = {"__metadata__": metadata}
-    data_offset = 0
-    for name, entry in ordered:
+    ends = list(accumulate((entry.nbytes for _, entry in ordered), initial=0))
+    for (name, entry), offsets in zip(ordered, pairwise(ends), strict=True):
         facts = {"dtype": _NAMES[entry.dtype], "shape": list(entry.shape)}
-        header[names[name]] = {**facts, "data_offsets": [data_offset, data_offset + entry.nbytes]}
-        data_offset += entry.nbytes
+        header[names[name]] = {**facts, "data_offsets": list(offsets)}
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
-    begin = 8 + len(text)
-    data, offset = [], begin
-    for name, entry in ordered:
-        if entry.nbytes:
-            data.append(Data(offset, name, Box.whole(entry.shape)))
-        offset += entry.nbytes
     head = len(text).to_bytes(8, "little") + text
-    return PlannedFile(called, offset, {0: head}, tuple(data), last=last)
+    begins = zip(ordered, ends, strict=False)
+    data = [Data(len(head) + a, n, Box.whole(e.shape)) for (n, e), a in begins if e.nbytes]
+    return PlannedFile(called, len(head) + ends[-1], {0: head}, tuple(data), last=last)
 
 
 def _shards(entries: Mapping[str, ArrayEntry], most: int) -> list[list[str]]:

@@ -42,17 +42,10 @@ class AccelerateWriter:
         strange = [f"  {name!r}, which save_state does not save" for name in root.keys() - _KNOWN]
         if strange:
             raise cannot_hold("accelerate", sorted(strange), "drop it by a rule")
-        parts: dict[str, Plan] = {}
-        models = children_by_key(root.get("models", Leaf("", None)))
-        for number, node in models.items():
-            name = _numbered_name("model.safetensors", number)
-            parts[name] = FilePart.of(index, node).plan(
-                make_writer("safetensors", {}), most_bytes, name
-            )
-        for name, node in _torch_files(index, root):
-            parts[name] = FilePart.of(index, node).plan(make_writer("torch", {}), most_bytes, name)
-        for name, plan in parts.items():
-            parts[name] = replace(plan, files=tuple(map(training_states.without_last, plan.files)))
+        parts = {
+            name: FilePart.of(index, node).plan(make_writer(format, {}), most_bytes, name)
+            for name, format, node in _parts(index, root)
+        }
         return together(parts, [*_positions(every), *_random_states(every)])
 
 
@@ -73,29 +66,26 @@ def _numbered_name(name: str, number: int) -> str:
     return name if number == 0 else f"{begin}_{number}{dot}{ending}"
 
 
-def _torch_files(
+def _parts(
     index: Index, root: Mapping[Any, training_states.Tree]
-) -> Iterator[tuple[str, training_states.Tree]]:
-    """The parts that become a file of torch.save each."""
-    none = Leaf("", None)
-    for number, node in children_by_key(root.get("optimizers", none)).items():
-        name = _numbered_name("optimizer.bin", number)
-        yield name, training_states.numbered(index, node, f"optimizers/{number}")
-    for number, node in children_by_key(root.get("schedulers", none)).items():
-        yield _numbered_name("scheduler.bin", number), node
+) -> Iterator[tuple[str, str, training_states.Tree]]:
+    """The parts that become a file each, with their formats."""
+    below = {key: children_by_key(root.get(key, Leaf("", None))) for key in _KNOWN}
+    for number, node in below["models"].items():
+        yield _numbered_name("model.safetensors", number), "safetensors", node
+    for number, node in below["optimizers"].items():
+        ours = training_states.numbered(index, node, f"optimizers/{number}")
+        yield _numbered_name("optimizer.bin", number), "torch", ours
+    for number, node in below["schedulers"].items():
+        yield _numbered_name("scheduler.bin", number), "torch", node
     if "scaler" in root:
-        yield "scaler.pt", root["scaler"]
-    for number, node in children_by_key(root.get("registered", none)).items():
-        name = f"registered/{number}"
-        ours = (
-            training_states.numbered(index, node, name)
-            if training_states.is_optimizer(node)
-            else node
-        )
-        yield _REGISTERED.format(number), ours
-    registered = children_by_key(root["values"]).get("registered", none)
-    for number, node in children_by_key(registered).items():
-        yield _REGISTERED.format(number), _unpacked(node, f"registered/{number}")
+        yield "scaler.pt", "torch", root["scaler"]
+    for number, node in below["registered"].items():
+        if training_states.is_optimizer(node):
+            node = training_states.numbered(index, node, f"registered/{number}")
+        yield _REGISTERED.format(number), "torch", node
+    for number, node in children_by_key(below["values"].get("registered", Leaf("", None))).items():
+        yield _REGISTERED.format(number), "torch", _unpacked(node, f"registered/{number}")
 
 
 def _unpacked(node: training_states.Tree, what: str) -> training_states.Tree:

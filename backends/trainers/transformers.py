@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from unickpt.backends._files import training_states
@@ -59,8 +59,7 @@ class TrainerWriter:
         if _OPTIMIZER in root:
             files["optimizer.pt"] = training_states.numbered(index, root[_OPTIMIZER], _OPTIMIZER)
         for name, node in files.items():
-            plan = FilePart.of(index, node).plan(make_writer("torch", {}), most_bytes, name)
-            parts[name] = replace(plan, files=tuple(map(training_states.without_last, plan.files)))
+            parts[name] = FilePart.of(index, node).plan(make_writer("torch", {}), most_bytes, name)
         more = [*_generators(index), text_file("trainer_state.json", text, last=True)]
         return together(parts, more)
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import unickpt
 from unickpt import Rules
 from unickpt.arrays.names import matches
-from unickpt.backends.deepspeed.patterns import BadPattern, of_list
+from unickpt.backends.deepspeed.patterns import BadPattern, PatternTable
 from unickpt.errors import RuleError, RuleSyntaxError
 from unickpt.rules.ast import Enumeration, Linear, Name, SourcePosition, Text
 from unickpt.rules.name_patterns import Pattern
@@ -124,4 +124,4 @@ def test_a_pattern_of_names_with_many_wildcards_takes_no_longer() -> None:
 @pytest.mark.parametrize("pattern", [r"(a+|\\)+$", r"(?x)(a+) +$", r"(a+(?#))\)+)+$"])
 def test_repeats_within_repeats_are_found_behind_escapes_and_comments(pattern: str) -> None:
     with pytest.raises(BadPattern, match="too long"):
-        of_list([pattern])
+        PatternTable({pattern: None})

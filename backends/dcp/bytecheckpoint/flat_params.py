@@ -62,23 +62,15 @@ def parts_of(
     if sum(len(x) for x in dicts[2].values() if isinstance(x, (list, tuple))) > _MOST_PARTS:
         raise BadPickle(f"it has more than {_MOST_PARTS} parts of flat parameters")
     return {
-        flat: _parts(flat, *(table.get(flat) for table in dicts), parameter_names=parameter_names)
+        flat: _parts(flat, [table.get(flat) for table in dicts], parameter_names)
         for flat in dicts[0]
     }
 
 
-def _parts(
-    flat: Any,
-    names: Any,
-    shapes: Any,
-    counts: Any,
-    padding: Any,
-    *,
-    parameter_names: Collection[str],
-) -> Sequence[FlatPart]:
-    lists = (names, shapes, counts, padding)
+def _parts(flat: Any, lists: Sequence[Any], parameter_names: Collection[str]) -> Sequence[FlatPart]:
     if not isinstance(flat, str) or not all(isinstance(x, (list, tuple)) for x in lists):
         raise BadPickle(f"the facts of the flat parameter {quoted(flat)} are no lists")
+    names, shapes, counts, padding = lists
     if len(counts) != len(padding) or len(names) != len(shapes):
         raise BadPickle(f"the facts of the flat parameter {quoted(flat)} contradict each other")
     if not all(isinstance(name, str) for name in names):

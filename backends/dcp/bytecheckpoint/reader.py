@@ -29,7 +29,6 @@ from unickpt.extend import (
     Pool,
     Reader,
     dtype_and_shape,
-    dtype_from_name,
     quoted,
     reading,
 )
@@ -268,9 +267,7 @@ def _raw(form: bytes, facts: TensorFacts, chunk: DcpChunk, files: Files) -> File
             f"{blob.file} contains {dtype_and_shape(tensor.dtype, tensor.shape)} at byte "
             f"{blob.offset}, where {expected} is expected for {chunk.box}"
         )
-    itemsize = dtype_from_name(tensor.dtype).itemsize
-    last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.strides, strict=True))
-    if (tensor.offset + last + 1) * itemsize > blob.length:
+    if tensor.reach > blob.length:
         raise CheckpointCorrupt(
             f"{blob.file} has {blob.length} bytes from byte {blob.offset} on for {chunk.box}, too "
             f"few for {expected}"

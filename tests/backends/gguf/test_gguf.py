@@ -85,7 +85,7 @@ class TestSuite(ReaderSuite):
         with foreign.registered(gguf), pytest.MonkeyPatch.context() as patch:
             patch.setattr(file_ranges, "CHUNK_BYTES", 1 << 10)
             # The suite's names are nested, and one of its arrays is of truth values.
-            patch.setattr(gguf, "_array_name", lambda name: name)
+            patch.setattr(gguf, "name_component", lambda name: name)
             patch.setitem(gguf._DTYPES, KINDS["bool"], "bool")
             yield
 

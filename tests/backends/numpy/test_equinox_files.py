@@ -16,6 +16,7 @@ from support import foreign, s3_server
 
 import unickpt
 from unickpt import CheckpointCorrupt
+from unickpt.backends._files.tree_tables import table_of_tree
 from unickpt.backends.numpy import equinox
 from unickpt.errors import UnsupportedFormat
 from unickpt.storage import paths
@@ -42,13 +43,13 @@ class TestSuite(ReaderSuite):
 
     @contextlib.contextmanager
     def registered(self) -> Iterator[None]:
-        def tree(leaves: Any) -> Any:
+        def table(files: Any, leaves: Any, *args: Any) -> Any:
             """The suite's names, which a file has not."""
             names = list(readers.arrays()) if len(leaves) > 1 else ["x"]
-            return nested(dict(zip(names, leaves, strict=True)))
+            return table_of_tree(files, nested(dict(zip(names, leaves, strict=True))), *args)
 
         with super().registered(), pytest.MonkeyPatch.context() as patch:
-            patch.setattr(equinox, "_tree", tree)
+            patch.setattr(equinox, "table_of_tree", table)
             yield
 
     def test_damage_is_an_error_that_names_the_array(self, path: Path) -> None:

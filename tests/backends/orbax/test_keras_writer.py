@@ -10,7 +10,7 @@ import pytest
 
 import unickpt
 from unickpt import PerProcess, Rules, SaveOptions, UnsupportedLeaf
-from unickpt.backends.orbax.keras_states import CONFIG, OTHERS, TRAINED, VARIABLES
+from unickpt.backends.orbax.keras_writer import CONFIG, OTHERS, TRAINED, VARIABLES
 
 FAST = SaveOptions(fsync=False)
 NOTED = {
