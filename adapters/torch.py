@@ -110,8 +110,7 @@ def source(leaf: Any, group: Group) -> ArraySource:
 def facts(leaves: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Hashable]]:
     local_tensors, specs = leaves, ()
     if not _PLAIN_TYPES.issuperset(map(type, leaves)):
-        both = [(x, None) if type(x) in _PLAIN_TYPES else _plain_local(x) for x in leaves]
-        local_tensors, specs = zip(*both, strict=True)
+        local_tensors, specs = zip(*map(_plain_local, leaves), strict=True)
     storages = list(map(torch.Tensor.untyped_storage, local_tensors))
     of_tensors = [list(map(ask, local_tensors)) for ask in _ASKED]
     properties = specs, *of_tensors, list(map(torch.UntypedStorage.nbytes, storages))
@@ -131,11 +130,13 @@ _SPARSE = frozenset(
 
 
 def _plain_local(leaf: Any) -> tuple[torch.Tensor, Hashable]:
-    """This rank's part of a distributed tensor, and how it is sharded.
+    """This rank's part of a tensor, and how the tensor is sharded, if it is.
 
     Raises:
         TypeError: it is none, or its part is not a plain tensor.
     """
+    if type(leaf) in _PLAIN_TYPES:
+        return leaf, None
     if type(leaf) is TensorPart:
         return leaf, (leaf.whole, leaf.shard)
     if not is_dtensor(leaf) or type(leaf._local_tensor) not in _PLAIN:
@@ -152,8 +153,6 @@ def tokens(leaves: Sequence[Any]) -> Sequence[Hashable]:
 
 def _hashable_part(leaf: Any) -> tuple[torch.Tensor | None, Hashable]:
     """This rank's part of a tensor, and how the tensor is sharded; None if it has no plain part."""
-    if type(leaf) in _PLAIN_TYPES:
-        return leaf, None
     try:
         return _plain_local(leaf)
     except TypeError:
@@ -428,9 +427,23 @@ def _check(leaf: Any) -> None:
     dense = leaf.layout is torch.strided and leaf.dtype in TO_NUMPY and not leaf.is_nested
     if dense and (type(leaf) in _PLAIN or not torch.nn.parameter.is_lazy(leaf)):
         return
-    from unickpt.adapters.torch_refusals import refusal  # only for an error
+    raise TypeError(_refusal(leaf))
 
-    raise TypeError(refusal(leaf))
+
+def _refusal(leaf: Any) -> str:
+    """Why a tensor cannot be stored, and what to store instead."""
+    if torch.nn.parameter.is_lazy(leaf):
+        return "an uninitialized (lazy) parameter has no shape; run the module once"
+    if leaf.is_nested or leaf.layout != torch.strided:
+        kind = "nested" if leaf.is_nested else str(leaf.layout).removeprefix("torch.")
+        return f"a {kind} tensor cannot be stored; save the dense tensors it is made of"
+    if leaf.is_quantized:
+        return (
+            f"a quantized tensor ({leaf.dtype}) cannot be stored; save its int_repr(), scale and "
+            "zero point"
+        )
+    names = ", ".join(str(d).removeprefix("torch.") for d in TO_NUMPY)
+    return f"dtype {leaf.dtype} has no framework-neutral form; supported are {names}"
 
 
 def _is_sharded_tensor(leaf: Any) -> bool:

@@ -89,7 +89,8 @@ def expand_optimizer(obj: Any, name: str, stored: StoredTree | None) -> Expansio
     see `Adapter.expand`."""
     optimizer = obj.optimizer if isinstance(obj, NamedOptimizer) else obj
     inner = optimizers_of(optimizer)[-1]
-    if fsdp1() is not None and any(map(_is_flattened, _params(inner))):
+    params = [p for group in inner.param_groups for p in group["params"]]
+    if fsdp1() is not None and any(getattr(p, "_fsdp_flattened", False) for p in params):
         from unickpt.adapters.torch_fsdp1 import expand_flattened  # only where there are such
 
         return expand_flattened(obj, inner, name, stored)
@@ -99,8 +100,7 @@ def expand_optimizer(obj: Any, name: str, stored: StoredTree | None) -> Expansio
     state = optimizer.state_dict()
     if not isinstance(state.get("state"), dict):
         return None  # not torch's own format; its state_dict is stored as it is
-    count = sum(len(group["params"]) for group in inner.param_groups)
-    keys: Sequence[str | int] = range(count) if names is None else names
+    keys: Sequence[str | int] = range(len(params)) if names is None else names
     fresh, misfits = dict[int, Any](), frozenset[int]()
     if stored is not None:
         fresh, misfits = fresh_state(inner, keys, state["state"], join(name, "state"), stored)
@@ -134,29 +134,17 @@ def expand_optimizer(obj: Any, name: str, stored: StoredTree | None) -> Expansio
         in_our_order({"state": {}, "param_groups": groups})
 
     def rebuild(children: list[Any]) -> Any:
-        loaded = _without_state(in_our_order(children[0]), misfits)
+        loaded = in_our_order(children[0])
+        # Without the state, with mismatches kept, of parameters that stored slots do not fit: the
+        # optimizer makes its own.
+        slots = {key: value for key, value in loaded["state"].items() if key not in misfits}
+        loaded = {**loaded, "state": slots}
         optimizer.load_state_dict(loaded)
         undo_casts(inner, loaded["state"])
         return obj
 
     kind = type(optimizer).__name__
     return Expansion("wrapper", ("state_dict",), (state,), rebuild, kind, check)
-
-
-def _without_state(loaded: Mapping[str, Any], params: Collection[int]) -> dict[str, Any]:
-    """A loaded `state_dict` without the state of some parameters: of those, with mismatches kept,
-    that stored slots do not fit. The optimizer makes its own."""
-    slots = {key: value for key, value in loaded["state"].items() if key not in params}
-    return {**loaded, "state": slots}
-
-
-def _params(optimizer: torch.optim.Optimizer) -> list[Any]:
-    return [p for group in optimizer.param_groups for p in group["params"]]
-
-
-def _is_flattened(param: Any) -> bool:
-    """Whether FSDP1 holds a parameter within a flat one."""
-    return bool(getattr(param, "_fsdp_flattened", False))
 
 
 def _plain(value: Any) -> Any:

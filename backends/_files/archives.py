@@ -141,6 +141,8 @@ class MemberFiles(Files):
         members: by their paths.
     """
 
+    _folder = ""  # all sizes are known, as in a local one
+
     def __init__(self, archive: Files, members: Mapping[str, ArchivePart]) -> None:
         super().__init__(archive.location)
         self._archive, self._members = archive, members
@@ -172,22 +174,10 @@ class MemberFiles(Files):
     def size(self, file: str) -> int:
         return self._part(file).size
 
-    def read(self, file: str, offset: int, length: int) -> bytes:
-        size = self.size(file)
-        if not 0 <= offset <= offset + length <= size:
-            raise Damaged(f"{file} has {size} bytes, {offset + length} expected")
-        out = bytearray(length)
-        self.read_into(file, offset, memoryview(out))
-        return bytes(out)
-
     def read_into(self, file: str, offset: int, out: memoryview) -> None:
         if offset + len(out) > self.size(file):
             raise Damaged(f"{file} ends at byte {self.size(file)}")
         self._part(file).read_into(offset, out)
-
-    def tail(self, file: str, most: int) -> bytes:
-        size = self.size(file)
-        return self.read(file, max(0, size - most), min(most, size))
 
     def _part(self, file: str) -> ArchivePart:
         if file not in self._members:

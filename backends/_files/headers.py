@@ -90,7 +90,7 @@ class Cursor:
             return self.at == self.size
         if self.at:
             self._checked(self.at - 1, 1)
-        return not self._has(self.at, 1)
+        return not _has(self.files, self.name, self.at)
 
     def damaged(self, reason: str) -> CheckpointCorrupt:
         """The error for a damaged file."""
@@ -110,13 +110,6 @@ class Cursor:
                 more //= 2
         return self._checked(self.at, count)
 
-    def _has(self, offset: int, count: int) -> bool:
-        try:
-            self.files.read(self.name, offset, count)
-        except Damaged:
-            return False
-        return True
-
     def _checked(self, offset: int, count: int) -> bytes:
         try:
             return self.files.read(self.name, offset, count)
@@ -134,17 +127,19 @@ def size_of(files: Files, name: str) -> int:
     if size is not None:
         return size
 
-    def ends_at(offset: int) -> bool:
-        try:
-            files.read(name, offset, 1)
-        except Damaged:
-            return True
-        return False
-
     high = 1
-    while not ends_at(high - 1):
+    while _has(files, name, high - 1):
         high *= 2
-    return bisect_left(range(high), True, high // 2, key=ends_at)
+    return bisect_left(range(high), True, high // 2, key=lambda at: not _has(files, name, at))
+
+
+def _has(files: Files, name: str, offset: int) -> bool:
+    """Whether a file has a byte at an offset."""
+    try:
+        files.read(name, offset, 1)
+    except Damaged:
+        return False
+    return True
 
 
 def is_size(value: Any) -> TypeGuard[int]:

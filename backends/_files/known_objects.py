@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from unickpt.backends._files.headers import is_size
-from unickpt.backends._files.pickle_objects import BadPickle, FileBytes, Global, PickledObject
+from unickpt.backends._files.pickles import BadPickle, FileBytes, Global, PickledObject
 from unickpt.backends._files.torch_tensors import Tensor, TorchStorage, of_dtype
 from unickpt.extend import DType, dtype_from_name, dtype_name, is_plain, quoted
 

@@ -12,13 +12,16 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
+import msgspec
+
 from unickpt.extend import Files, Reader, SeveralCheckpoints, quoted, reading, shortened
 
 R = TypeVar("R", bound=Reader)
+T = TypeVar("T")
 
 _INDEX = ".index.json"
 _SHOWN = 8  # names in a message
-_MOST_HEADER = 100_000_000  # of safetensors, as upstream
+_MOST_HEADER = _MOST_INDEX = 100_000_000  # of safetensors, as upstream
 # A pickle of protocol 2 to 5 that begins with the magic number 0x1950a86a20f9469cfc6c.
 _LEGACY = b"\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."
 # transformers' Trainer, accelerate, and torch's own examples.
@@ -303,3 +306,45 @@ def _ambiguous(files: Files, names: Sequence[str]) -> SeveralCheckpoints:
     )
     error.paths = paths
     return error
+
+
+# --- indexes --------------------------------------------------------------------------------------
+
+
+class _WeightIndex(msgspec.Struct):
+    weight_map: dict[str, str]
+
+
+def decoded(files: Files, file: str, kind: type[T], most: int) -> T:
+    """What a file of JSON says, of at most so many bytes.
+
+    Raises:
+        CheckpointCorrupt: it is damaged, too large, or not of the kind.
+        Failed: the storage failed.
+    """
+    data = files.tail(file, most + 1)
+    if len(data) > most:
+        raise files.damaged(f"{file} has more than {most} bytes, too many")
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except (ValueError, RecursionError) as error:
+        raise files.damaged(f"{file} is damaged: {error}") from error
+
+
+def weight_map(files: Files, index: str, suffixes: tuple[str, ...]) -> dict[str, str]:
+    """The file of each tensor, by its name.
+
+    Arguments:
+        files: the folder.
+        index: the file that says it.
+        suffixes: of the files that it may name, which are in the same folder.
+
+    Raises:
+        CheckpointCorrupt: it is damaged.
+        Failed: the storage failed.
+    """
+    names = decoded(files, index, _WeightIndex, _MOST_INDEX).weight_map
+    for file in names.values():
+        if "/" in file or not file.endswith(suffixes):
+            raise files.damaged(f"{index} names the file {quoted(file)}")
+    return names

@@ -11,7 +11,7 @@ from collections.abc import Generator, Iterable
 from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
-from unickpt.backends._files.pickle_objects import FileBytes, Global, PersistentId, PickledObject
+from unickpt.backends._files.pickles import FileBytes, Global, PersistentId, PickledObject
 from unickpt.extend import quoted
 
 PickledCall = PickledObject

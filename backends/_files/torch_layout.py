@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
 
-from unickpt.backends._files.pickle_objects import Global, PersistentId
 from unickpt.backends._files.pickle_writer import PickledCall, dumps
+from unickpt.backends._files.pickles import Global, PersistentId
 from unickpt.backends._files.torch_tensors import STORAGES
 from unickpt.backends._files.zip_layout import ALIGN, Content, ZipLayout
 from unickpt.extend import ArrayEntry, Box, Index, Leaf, Node, PlannedFile, row_major

@@ -6,29 +6,48 @@ and nothing that a pickle names is called.
 
 from __future__ import annotations
 
+import pickle
+import pickletools
 import struct
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from unickpt.backends._files import pickle_writer, pickles
-from unickpt.backends._files.bare_pickles import MOST_PICKLE, BarePickle
 from unickpt.backends._files.elements import InMemoryElements
+from unickpt.backends._files.headers import Cursor
 from unickpt.backends._files.loose_files import is_legacy, is_pickle
-from unickpt.backends._files.pickle_objects import (
+from unickpt.backends._files.pickles import (
     BadPickle,
+    Constructors,
     EndsEarly,
     FileBytes,
     Global,
+    NotSupported,
     PersistentId,
     PickledObject,
     unread,
 )
-from unickpt.backends._files.pickles import Constructors
 from unickpt.backends._files.torch_tensors import CONSTRUCTORS, Tensor, TorchStorage, storage
 from unickpt.backends._files.zip_files import STORED, ZipFile
 from unickpt.errors import CheckpointCorrupt
 from unickpt.extend import Box, Damaged, Elements, FileBox, FileRange, Files, Opaque, quoted
 
+_MOST_PICKLE = 1 << 30
+"""Bytes of a pickle in memory."""
+_LARGE = 16 << 10  # bytes that stay in the file
+# What is followed by its length, of so many bytes, and by bytes; of Python 2 in texts as well.
+_BYTES = {pickle.BINBYTES: 4, pickle.BINBYTES8: 8, pickle.BYTEARRAY8: 8, pickle.BINSTRING: 4}
+_OUTSIDE = (pickle.PERSID, pickle.BINPERSID)
+_LENGTHS = {
+    pickletools.TAKEN_FROM_ARGUMENT1: 1,
+    pickletools.TAKEN_FROM_ARGUMENT4: 4,
+    pickletools.TAKEN_FROM_ARGUMENT4U: 4,
+    pickletools.TAKEN_FROM_ARGUMENT8U: 8,
+}
+_ARGUMENTS = {
+    op.code.encode("latin-1"): op.arg.n if op.arg else 0 for op in pickletools.opcodes
+}  # fmt: skip
+_TWO_LINES = (pickle.GLOBAL, pickle.INST)
 _SCRIPT = "constants.pkl"
 _PROTOCOL = 1001  # of files before torch 1.6
 _WINDOW = 64 << 10
@@ -139,13 +158,13 @@ class _Zip:
 
     def __init__(self, archive: ZipFile, constructors: Constructors) -> None:
         self._zip, self.damaged = archive, archive.damaged
-        pickle = next((m for m in archive.members if m.endswith("/data.pkl")), None)
-        if pickle is None:
+        member = next((m for m in archive.members if m.endswith("/data.pkl")), None)
+        if member is None:
             raise self.damaged("torch.save did not write it: it has no data.pkl")
-        self.top = pickle.removesuffix("data.pkl")
-        self._pickle = archive.members[pickle]
+        self.top = member.removesuffix("data.pkl")
+        self._pickle = archive.members[member]
         self.pickle_size = self._pickle.size
-        if self.pickle_size > MOST_PICKLE:
+        if self.pickle_size > _MOST_PICKLE:
             raise self.damaged(f"its data.pkl has {self.pickle_size} bytes, too many")
         self.big_endian = self._order() == b"big"
         self._offsets: dict[str, int] = {}
@@ -236,7 +255,7 @@ class LegacyFile:
                 if offset < len(self._data):
                     return pickles.read(self._data, constructors, self._storage, offset)
             except EndsEarly as error:
-                if len(self._data) >= MOST_PICKLE:
+                if len(self._data) >= _MOST_PICKLE:
                     raise self.damaged(f"a pickle is damaged: {error}") from error
             except BadPickle as error:
                 raise unread(error, self._where, "a pickle") from error
@@ -287,3 +306,96 @@ class LegacyFile:
                 f"{torch_storage.count} expected"
             )
         return begin
+
+
+class BarePickle:
+    """A file that is one pickle: large bytes, as of arrays, stay where they are in the file.
+
+    Arguments:
+        files: of the checkpoint.
+        name: of the file.
+        constructors: see `pickles.read`.
+
+    Raises:
+        CheckpointCorrupt: it is damaged.
+        UnsupportedFormat: it has what unickpt does not read.
+        Failed: the storage failed.
+    """
+
+    big_endian = False
+
+    def __init__(self, files: Files, name: str, constructors: Constructors) -> None:
+        self._files, self._name = files, name
+        cursor = Cursor(files, name)
+        try:
+            self._data = self._compacted(cursor)
+            self.value, _ = pickles.read(self._data, constructors, self.persistent)
+        except BadPickle as error:
+            raise unread(error, f"{files.location}: {name}", "its pickle") from error
+        if not cursor.at_end():
+            raise files.unsupported(
+                f"{name} has more behind its pickle, such as another: load it with pickle if you "
+                "trust it, and save its arrays"
+            )
+        self.pickle_size = cursor.at
+
+    def damaged(self, reason: str) -> CheckpointCorrupt:
+        """The error for a damaged file."""
+        return self._files.damaged(f"{self._name}: {reason}")
+
+    def pickle(self) -> tuple[bytes, int]:
+        """The bytes that contain the pickle, and where it begins in them."""
+        return self._data, 0
+
+    def offset(self, torch_storage: Any) -> int:
+        """Where a storage begins; a bare pickle has none."""
+        raise self.damaged("it refers to data outside of it")
+
+    def persistent(self, persistent_id: Any) -> FileBytes:
+        """The bytes for which `_compacted` has put a persistent id."""
+        offset, size, is_text = persistent_id
+
+        def read() -> bytes | str:
+            data = self._files.read(self._name, offset, size)
+            return data.decode("latin-1") if is_text else data
+
+        return FileBytes(offset, size, read)
+
+    def _compacted(self, cursor: Cursor) -> bytes:
+        """The pickle with persistent ids in the place of large bytes: where these are."""
+        out = bytearray()
+        code = b""
+        while code != pickle.STOP:
+            if len(out) > _MOST_PICKLE:
+                raise self.damaged(f"its pickle has more than {_MOST_PICKLE} bytes besides arrays")
+            code = cursor.take(1)
+            if code in _OUTSIDE:
+                raise NotSupported("it refers to data outside of it")
+            out += self._bytes(cursor, code) if code in _BYTES else self._other(cursor, code)
+        return bytes(out)
+
+    def _bytes(self, cursor: Cursor, code: bytes) -> bytes:
+        head = cursor.take(_BYTES[code])
+        size = int.from_bytes(head, "little")
+        if size < _LARGE:
+            return code + head + cursor.take(size)
+        place = b"".join(
+            pickle.LONG1 + b"\x0a" + number.to_bytes(10, "little")
+            for number in (cursor.skip(size), size, code == pickle.BINSTRING)
+        )
+        return place + pickle.TUPLE3 + pickle.BINPERSID
+
+    def _other(self, cursor: Cursor, code: bytes) -> bytes:
+        size = _ARGUMENTS.get(code)
+        if size is None:
+            raise BadPickle(f"unknown opcode {code!r} at byte {cursor.at - 1}")
+        if size == pickletools.UP_TO_NEWLINE:
+            lines = (cursor.line(_MOST_PICKLE) for _ in range(2 if code in _TWO_LINES else 1))
+            return code + b"".join(lines)
+        if size >= 0:
+            return code + cursor.take(size)
+        head = cursor.take(_LENGTHS[size])
+        count = int.from_bytes(head, "little")
+        if count > _MOST_PICKLE:
+            raise BadPickle(f"a value of {count} bytes at byte {cursor.at}")
+        return code + head + cursor.take(count)

@@ -17,15 +17,15 @@ from typing import Any
 from unickpt.backends._files import pickles
 from unickpt.backends._files.elements import LazyElements
 from unickpt.backends._files.headers import is_size, sizes
-from unickpt.backends._files.pickle_objects import (
+from unickpt.backends._files.pickles import (
     BadPickle,
+    Constructors,
     FileBytes,
     Global,
     NotSupported,
     OutsideData,
     PickledObject,
 )
-from unickpt.backends._files.pickles import Constructors
 from unickpt.extend import Elements, dtype_from_name, dtype_name, quoted
 
 STORAGES = {

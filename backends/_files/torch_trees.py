@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from unickpt.backends._files import known_objects
-from unickpt.backends._files.pickle_objects import (
+from unickpt.backends._files.pickles import (
     BadPickle,
     FileBytes,
     Global,

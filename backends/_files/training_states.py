@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from unickpt.backends._files import torch_layout
-from unickpt.backends._files.pickle_objects import Global
 from unickpt.backends._files.pickle_writer import PickledCall
+from unickpt.backends._files.pickles import Global
 from unickpt.errors import UnsupportedLeaf
 from unickpt.extend import (
     ArrayEntry,
@@ -132,21 +132,14 @@ class KnownTorchFile:
         return self._stored[entry.name]
 
     def plain(self, value: Any) -> Any:
-        """A value in which arrays are tensors."""
+        """A value in which arrays are tensors, without what says that they stand for tensors."""
         if isinstance(value, np.ndarray | np.generic):
             return self.tensor(value)
+        if isinstance(value, dict) and value.keys() == {TENSOR, DTYPE}:
+            return self.plain(value[TENSOR])
         if isinstance(value, dict):
             return {key: self.plain(child) for key, child in value.items()}
         return type(value)(map(self.plain, value)) if type(value) in (list, tuple) else value
-
-
-def without_marks(state: Any) -> Any:
-    """Values in which arrays stand for tensors, without what says that they are tensors."""
-    if isinstance(state, dict):
-        if state.keys() == {TENSOR, DTYPE}:
-            return state[TENSOR]
-        return {key: without_marks(value) for key, value in state.items()}
-    return type(state)(map(without_marks, state)) if type(state) in (list, tuple) else state
 
 
 def numpy_array(array: Any) -> PickledCall:

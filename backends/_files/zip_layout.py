@@ -54,7 +54,10 @@ class ZipLayout:
     def __init__(self, contents: Sequence[Content], begin: int = 0) -> None:
         self._contents, self._begin = contents, begin
         self._headers: list[int] = []
-        self._starts: list[int] = []
+        self.texts: dict[int, bytes] = {}
+        """Known bytes, by their offsets in the file."""
+        self.data: list[Data] = []
+        """Elements of arrays."""
         offset = 0
         for content in contents:
             if len(content.name.encode()) > _MOST_NAME:
@@ -64,23 +67,15 @@ class ZipLayout:
                 )
             self._headers.append(offset)
             offset += len(_local(content, offset, 0))
-            self._starts.append(offset)
+            if content.text:
+                self.texts[begin + offset] = content.text
+            if content.nbytes and content.box is not None:
+                start = begin + offset + len(content.text)
+                self.data.append(Data(start, content.array, content.box))
             offset += content.size
         self._directory = offset
         self.size = offset + len(self._ending([0] * len(contents)))
         """Bytes of the zip file."""
-        self.texts: dict[int, bytes] = {
-            begin + start: content.text
-            for start, content in zip(self._starts, contents, strict=True)
-            if content.text
-        }
-        """Known bytes, by their offsets in the file."""
-        self.data: list[Data] = [
-            Data(begin + start + len(content.text), content.array, content.box)
-            for start, content in zip(self._starts, contents, strict=True)
-            if content.nbytes and content.box is not None
-        ]
-        """Elements of arrays."""
 
     def ending(self, sums: Sequence[int]) -> Mapping[int, bytes]:
         """The headers and the directory, by their offsets in the file.

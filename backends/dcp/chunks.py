@@ -15,6 +15,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from unickpt.backends._files.archives import ArchivePart, MemberFiles
 from unickpt.backends._files.safetensors_headers import SafetensorsHeader, read_header
 from unickpt.backends._files.torch_pickles import TorchFile
 from unickpt.backends._files.torch_tensors import Tensor
@@ -80,7 +81,7 @@ class Compressed:
     def read(self, files: Files, first: int, out: Array) -> None:
         data = files.read(self._blob.file, self._blob.offset, self._blob.length)
         plain = decompressed(data, self._most, self._blob.file)
-        self._inner().read(CheckedFiles(MemoryFile(files, plain)), first, out)
+        self._inner().read(CheckedFiles(in_memory(files, self._blob.file, plain)), first, out)
 
     def ranges(self, first: int, count: int, itemsize: int) -> Iterator[ByteRange]:
         yield ByteRange(self._blob.file, self._blob.offset, self._blob.offset + self._blob.length)
@@ -239,31 +240,19 @@ class ChunkFacts(Files):
         return self._files.read(file, offset, length)
 
 
-class MemoryFile(Files):
-    """One file, whose bytes are all in memory; under any name.
+def in_memory(files: Files, name: str, data: bytes) -> MemberFiles:
+    """A file whose bytes are all in memory.
 
     Arguments:
         files: of the checkpoint, for messages.
+        name: of the file.
         data: the bytes.
     """
 
-    def __init__(self, files: Files, data: bytes) -> None:
-        super().__init__(files.location, files.single is not None)
-        self._data = data
+    def read_into(offset: int, out: memoryview) -> None:
+        out[:] = data[offset : offset + len(out)]
 
-    def size(self, file: str) -> int | None:
-        return len(self._data)
-
-    def read(self, file: str, offset: int, length: int) -> bytes:
-        if not 0 <= offset <= offset + length <= len(self._data):
-            raise Damaged(f"{file} ends before byte {offset + length} of its contents")
-        return self._data[offset : offset + length]
-
-    def tail(self, file: str, most: int) -> bytes:
-        return self._data[-most:]
-
-    def read_into(self, file: str, offset: int, out: memoryview) -> None:
-        out[:] = self.read(file, offset, len(out))
+    return MemberFiles(files, {name: ArchivePart(len(data), read_into)})
 
 
 def _read_flat(files: Files, file_box: FileBox, first: int, out: Array) -> None:

@@ -13,7 +13,7 @@ from operator import add, le
 from typing import Any
 
 from unickpt.backends._files import pickles, torch_tensors
-from unickpt.backends._files.pickle_objects import BadPickle, Global, PickledObject
+from unickpt.backends._files.pickles import BadPickle, Global, PickledObject
 from unickpt.errors import UnsupportedFormat
 from unickpt.extend import MAX_DEPTH, Box, quoted
 

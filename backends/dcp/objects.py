@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from unickpt.backends._files.known_objects import key_of
-from unickpt.backends._files.pickle_objects import BadPickle, unread
+from unickpt.backends._files.pickles import BadPickle, unread
 from unickpt.backends._files.torch_pickles import TorchFile
 from unickpt.backends._files.torch_tensors import Tensor
 from unickpt.backends._files.torch_trees import PlainTree
-from unickpt.backends.dcp.chunks import ChunkFacts, Compressed, MemoryFile, decompressed
+from unickpt.backends.dcp.chunks import ChunkFacts, Compressed, decompressed, in_memory
 from unickpt.backends.dcp.metadata import Blob
 from unickpt.errors import CheckpointCorrupt, UnsupportedFormat
 from unickpt.extend import (
@@ -116,7 +116,7 @@ def _read_object(files: Files, name: str, blob: Blob) -> Any:
             return _PickledValues(torch_file, blob.file).tree(torch_file.value, 0, 0)
         data = files.read(blob.file, blob.offset, blob.length)
         plain = decompressed(data, _MOST_COMPRESSED, blob.file)
-        torch_file = TorchFile(MemoryFile(files, plain), blob.file)
+        torch_file = TorchFile(in_memory(files, blob.file, plain), blob.file)
         return _PickledValues(torch_file, blob.file, blob).tree(torch_file.value, 0, 0)
     except (CheckpointCorrupt, UnsupportedFormat, BadPickle) as error:
         reason = str(error).removeprefix(f"{files.location}: ")

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from unickpt.backends._files.known_objects import LOCAL
-from unickpt.backends._files.pickle_objects import BadPickle, unread
+from unickpt.backends._files.pickles import BadPickle, unread
 from unickpt.backends._files.torch_trees import expand
 from unickpt.backends.dcp import metadata
 from unickpt.backends.dcp.chunks import ChunkFinder, zstandard

@@ -12,8 +12,8 @@ from typing import Any, ClassVar
 
 from unickpt.backends._files import torch_layout
 from unickpt.backends._files.flat_names import refuse
-from unickpt.backends._files.pickle_objects import Global
 from unickpt.backends._files.pickle_writer import PickledCall, dumps
+from unickpt.backends._files.pickles import Global
 from unickpt.backends._files.zip_layout import ZipLayout
 from unickpt.errors import UnsupportedLeaf
 from unickpt.extend import (

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
 from unickpt.backends.deepspeed.folder import DeepSpeedFolder
+from unickpt.backends.deepspeed.sources import SlotValue
 from unickpt.backends.deepspeed.states import (
     ModelFileState,
     OptimizerState,
     StateFile,
     same_everywhere,
 )
-from unickpt.backends.deepspeed.unsharded import TorchState
 from unickpt.extend import TensorSource, dtype_from_name
 
 _SAME = ("ds_version", "global_steps", "global_samples", "dp_world_size", "mp_world_size")
@@ -82,20 +82,11 @@ def _check_optimizers(folder: DeepSpeedFolder, models: Models, optimizers: Optim
     files = list(itertools.chain(*optimizers))
     version = model.file.state.get("ds_version")
     same_everywhere([(o.file, o.version) for o in files], "the version of DeepSpeed", version)
-    same_everywhere(_steps(folder, files), "the step of the optimizer")
+    # The only number in these files that tells two saves apart.
+    check_steps(folder, [(o.file, o.groups[0].scalars.get("step")) for o in files if o.groups])
 
 
-def _steps(
-    folder: DeepSpeedFolder, optimizers: Sequence[OptimizerState]
-) -> Iterator[tuple[StateFile, float]]:
-    """How often each rank stepped: the only number in these files that tells two saves apart."""
-    for optimizer in optimizers:
-        step = optimizer.groups[0].scalars.get("step") if optimizer.groups else None
-        if step is not None:
-            yield optimizer.file, _number(folder, step)
-
-
-def _number(folder: DeepSpeedFolder, value: TensorSource | int | float) -> float:
+def _number(folder: DeepSpeedFolder, value: SlotValue) -> float:
     if not isinstance(value, TensorSource):
         return value
     out = np.empty(1, dtype_from_name(value.dtype))
@@ -103,18 +94,21 @@ def _number(folder: DeepSpeedFolder, value: TensorSource | int | float) -> float
     return float(out[0])
 
 
-def check_steps(folder: DeepSpeedFolder, states: Sequence[TorchState]) -> None:
-    """Checks that torch's optimizers in several files made the same steps.
+def check_steps(
+    folder: DeepSpeedFolder, steps: Iterable[tuple[StateFile, SlotValue | None]]
+) -> None:
+    """Checks that optimizers in several files made the same steps.
+
+    Arguments:
+        folder: the checkpoint.
+        steps: how often that of each file stepped; None if it does not count its steps.
 
     Raises:
         CheckpointCorrupt: they did not.
         Failed: the storage failed.
     """
-    firsts = [(s.file, next(iter(s.parameters.values()), None)) for s in states]
-    steps = [(file, p.scalars["step"]) for file, p in firsts if p and "step" in p.scalars]
-    same_everywhere(
-        [(file, _number(folder, step)) for file, step in steps], "the step of the optimizer"
-    )
+    counted = [(file, _number(folder, step)) for file, step in steps if step is not None]
+    same_everywhere(counted, "the step of the optimizer")
 
 
 def tensor_parallelism(folder: DeepSpeedFolder, models: Models) -> int:

@@ -115,7 +115,9 @@ class Contents:
             [group[0] for group in self._models], states, [*map(list, module_weights.held)]
         )
         flat = [state for of_experts in states for state in of_experts]
-        consistency.check_steps(self.folder, [*own_states, *flat])
+        firsts = [(s.file, next(iter(s.parameters.values()), None)) for s in [*own_states, *flat]]
+        steps = [(file, first.scalars.get("step")) for file, first in firsts if first]
+        consistency.check_steps(self.folder, steps)
         return flat
 
     def _slots(self, of_module: ModuleWeights) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from unickpt.backends._files.headers import sizes
-from unickpt.backends._files.pickle_objects import PickledObject
+from unickpt.backends._files.pickles import PickledObject
 from unickpt.backends.deepspeed.patterns import BadPattern, PatternTable
 from unickpt.backends.deepspeed.sources import unraveled
 from unickpt.errors import HintError

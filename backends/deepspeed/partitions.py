@@ -11,12 +11,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from unickpt.backends._files.elements import ElementRun
-from unickpt.backends.deepspeed.sources import EvenParts, Flat, Parameter, joined
+from unickpt.backends.deepspeed.sources import EvenParts, Flat, Parameter, Shapes, joined
 from unickpt.backends.deepspeed.states import (
     ModelFileState,
     OptimizerState,
     ParameterGroup,
-    Shapes,
     same_everywhere,
 )
 from unickpt.extend import TensorSource, quoted
@@ -89,15 +88,12 @@ def _evenly(
                     f"{slot}, and the shapes in {model.file.name} need {expected}; are all files "
                     "of one save?"
                 )
-    slots = _common_slots(optimizers, groups, number)
+    slots = _common_slots(optimizers, groups)
     flats = {slot: [group.slots[slot] for group in groups] for slot in slots}
     result, offset = {}, 0
     for name, shape in shapes.items():
-        result[name] = Parameter(
-            shape,
-            {slot: _even(flats[slot], shape, offset, parts[name]) for slot in slots},
-            groups[0].scalars,
-        )
+        sources = {slot: _even(flats[slot], shape, offset, parts[name]) for slot in slots}
+        result[name] = Parameter(shape, sources, groups[0].scalars)
         offset += parts[name]
     return result
 
@@ -162,9 +158,9 @@ def _by_fragments(
     result = {}
     numbers = local_experts(shapes)
     for members in _members(model, len(groups), groups[0].partitions, data_before_experts):
-        rank_groups = [(optimizers[r], groups[r]) for r in members.ranks]
-        slots = _common_slots([o for o, _ in rank_groups], [g for _, g in rank_groups], 0)
-        by_name = _fragments_by_name(rank_groups)
+        states, held = [optimizers[r] for r in members.ranks], [groups[r] for r in members.ranks]
+        slots, first = _common_slots(states, held), held[0]
+        by_name = _fragments_by_name(held)
         for name, shape in shapes.items():
             full = name if members.experts is None else _global(model, name, members, numbers)
             fragments = by_name.get(name, [])
@@ -172,26 +168,21 @@ def _by_fragments(
             if count != math.prod(shape):
                 raise model.file.files.damaged(
                     f"array 'fp32/{full}' of shape {list(shape)}: "
-                    f"{_names(o for o, _ in rank_groups)} hold {count} of its {math.prod(shape)} "
+                    f"{_names(states)} hold {count} of its {math.prod(shape)} "
                     "elements; are all files of one save, and is none missing?"
                 )
-            result[full] = Parameter(
-                shape,
-                {slot: _of_runs(rank_groups[0][1], slot, shape, fragments) for slot in slots},
-                rank_groups[0][1].scalars,
-            )
+            sources = {slot: _of_runs(first, slot, shape, fragments) for slot in slots}
+            result[full] = Parameter(shape, sources, first.scalars)
     return result
 
 
 _Held = list[tuple[ParameterGroup, int, int]]
 
 
-def _fragments_by_name(
-    rank_groups: Iterable[tuple[OptimizerState, ParameterGroup]],
-) -> dict[str, _Held]:
+def _fragments_by_name(groups: Iterable[ParameterGroup]) -> dict[str, _Held]:
     """By parameter, the group of each rank that holds a fragment, where it begins, and its size."""
     fragments: dict[str, _Held] = {}
-    for _, group in rank_groups:
+    for group in groups:
         for name, (start, count) in group.fragments.items():
             if count:
                 fragments.setdefault(name, []).append((group, start, count))
@@ -201,28 +192,22 @@ def _fragments_by_name(
 def _of_runs(
     group: ParameterGroup, slot: str, shape: Sequence[int], fragments: _Held
 ) -> TensorSource:
-    runs = [
-        ElementRun(g.slots[slot].elements, g.slots[slot].first + start, n)
-        for g, start, n in fragments
-    ]
+    parts = [(g.slots[slot], start, n) for g, start, n in fragments]
+    runs = [ElementRun(flat.elements, flat.first + start, n) for flat, start, n in parts]
     return joined(group.slots[slot].dtype, shape, runs)
 
 
 def _common_slots(
-    optimizers: Sequence[OptimizerState], groups: Sequence[ParameterGroup], number: int
+    optimizers: Sequence[OptimizerState], groups: Sequence[ParameterGroup]
 ) -> list[str]:
     """The slots that all ranks have, with the same dtypes."""
-    same_everywhere(
-        [
-            (o.file, {slot: flat.dtype for slot, flat in g.slots.items()})
-            for o, g in zip(optimizers, groups, strict=True)
-        ],
-        "what the optimizer holds of a parameter",
-    )
+    dtypes = [{slot: flat.dtype for slot, flat in group.slots.items()} for group in groups]
+    files = [optimizer.file for optimizer in optimizers]
+    same_everywhere(zip(files, dtypes, strict=True), "what the optimizer holds of a parameter")
     return list(groups[0].slots)
 
 
-def _names(optimizers: Iterable[OptimizerState]) -> str:
+def _names(optimizers: Sequence[OptimizerState]) -> str:
     names = [o.file.name for o in optimizers]
     return names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
 

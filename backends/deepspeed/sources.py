@@ -12,6 +12,10 @@ from unickpt.backends._files.elements import ConvertedElements, ElementRun, Join
 from unickpt.extend import Elements, FileBox, Layout, TensorSource, dtype_from_name
 
 FLOAT32 = "float32"
+SlotValue = TensorSource | int | float
+"""What an optimizer holds of a parameter: a tensor, or a number such as its step."""
+Shapes = Mapping[str, tuple[int, ...]]
+"""Of parameters, by name."""
 
 
 @dataclass(frozen=True, eq=False)  # by identity: names of one array are aliases
@@ -64,7 +68,7 @@ class Parameter:
 
     shape: tuple[int, ...]
     slots: Mapping[str, TensorSource]
-    scalars: Mapping[str, TensorSource | int | float] = field(default_factory=dict)
+    scalars: Mapping[str, SlotValue] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

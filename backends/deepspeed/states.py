@@ -11,12 +11,11 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from unickpt.backends._files.headers import is_size
-from unickpt.backends._files.pickle_objects import PickledObject, kind_of
-from unickpt.backends._files.pickles import Constructors
+from unickpt.backends._files.pickles import Constructors, PickledObject, kind_of
 from unickpt.backends._files.torch_pickles import TorchFile
 from unickpt.backends._files.torch_tensors import Tensor
 from unickpt.backends.deepspeed.patterns import steps_of
-from unickpt.backends.deepspeed.sources import Flat, is_number
+from unickpt.backends.deepspeed.sources import Flat, Shapes, SlotValue, is_number
 from unickpt.errors import CheckpointCorrupt, UnickptError, UnsupportedFormat
 from unickpt.extend import Failed, Files, Pool, TensorSource, quoted, reading, reading_failed
 
@@ -33,7 +32,6 @@ _OF_PARAMETERS = {
 _THREADS_LOCAL, _THREADS_REMOTE, _MOST_DEPTH = 4, 32, 50
 _CONVERT = "convert it with DeepSpeed's ds_to_universal, and read the universal checkpoint"
 
-Shapes = Mapping[str, tuple[int, ...]]
 FlatFragments = Mapping[str, tuple[int, int]]
 """By parameter, where it begins in the flat tensor of a rank, and how many elements are there."""
 
@@ -269,7 +267,7 @@ class ParameterGroup:
     """
 
     slots: Mapping[str, Flat]
-    scalars: Mapping[str, TensorSource | int | float]
+    scalars: Mapping[str, SlotValue]
     partitions: int
     fragments: FlatFragments
 
@@ -374,13 +372,8 @@ def _fragments(file: StateFile, value: Any, count: int) -> Sequence[FlatFragment
     mappings = file.a_list(value, "param_slice_mappings")
     if len(mappings) != count:
         raise file.damaged(f"it has param_slice_mappings of {len(mappings)} groups, of {count}")
-    return [
-        {
-            file.a_name(name): _fragment(file, name, where)
-            for name, where in file.a_dict(mapping, "param_slice_mappings").items()
-        }
-        for mapping in mappings
-    ]
+    places = [file.a_dict(mapping, "param_slice_mappings") for mapping in mappings]
+    return [{file.a_name(n): _fragment(file, n, x) for n, x in group.items()} for group in places]
 
 
 def _fragment(file: StateFile, name: str, fragment: Any) -> tuple[int, int]:
@@ -416,7 +409,7 @@ def _group(
 
 def slots_of(
     file: StateFile, state: Mapping[Any, Any], owner: str, reserved: Collection[str] = ()
-) -> tuple[dict[str, Tensor], dict[str, TensorSource | int | float]]:
+) -> tuple[dict[str, Tensor], dict[str, SlotValue]]:
     """The slots of an optimizer's state: tensors with dimensions, and numbers.
 
     Arguments:
@@ -428,7 +421,7 @@ def slots_of(
     Raises:
         UnsupportedFormat: it has something else.
     """
-    tensors, scalars = dict[str, Tensor](), dict[str, TensorSource | int | float]()
+    tensors, scalars = dict[str, Tensor](), dict[str, SlotValue]()
     for slot, value in state.items():
         what = f"the slot {quoted(slot)} of {owner}"
         if not isinstance(slot, str) or slot in reserved:

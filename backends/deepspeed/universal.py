@@ -11,7 +11,7 @@ from typing import Any
 
 from unickpt.backends._files.torch_tensors import Tensor
 from unickpt.backends.deepspeed.folder import DeepSpeedFolder
-from unickpt.backends.deepspeed.sources import Parameter, is_number
+from unickpt.backends.deepspeed.sources import Parameter, Shapes, SlotValue, is_number
 from unickpt.backends.deepspeed.states import StateFile, read_all
 from unickpt.extend import TensorSource
 
@@ -19,9 +19,7 @@ _EXPERTS = "deepspeed_experts."
 
 
 def parameters(
-    folder: DeepSpeedFolder,
-    shapes: Sequence[Mapping[str, tuple[int, ...]]],
-    copied: Collection[str],
+    folder: DeepSpeedFolder, shapes: Sequence[Shapes], copied: Collection[str]
 ) -> dict[str, Parameter]:
     """The parameters.
 
@@ -47,7 +45,7 @@ def parameters(
     state_files = read_all(
         folder.files, [trained[name][slot] for name, slot in files], lambda file: file
     )
-    made: dict[str, dict[str, TensorSource | int | float]] = {}
+    made: dict[str, dict[str, SlotValue]] = {}
     for (name, slot), file in zip(files, state_files, strict=True):
         made.setdefault(name, {})[slot] = _value(file, name, slot, all_shapes.get(name))
     steps = _steps_of_stage3(folder, shapes)
@@ -75,9 +73,7 @@ def _check_complete(folder: DeepSpeedFolder, all_shapes: Mapping[str, Any]) -> N
             )
 
 
-def _value(
-    file: StateFile, name: str, slot: str, shape: tuple[int, ...] | None
-) -> TensorSource | int | float:
+def _value(file: StateFile, name: str, slot: str, shape: tuple[int, ...] | None) -> SlotValue:
     what = f"array '{slot}/{name}'"
     value = file.value
     if isinstance(value, dict):
@@ -102,15 +98,12 @@ def _value(
 
 
 def _parameter(
-    folder: DeepSpeedFolder,
-    name: str,
-    slots: Mapping[str, TensorSource | int | float],
-    steps: Mapping[str, Any],
+    folder: DeepSpeedFolder, name: str, slots: Mapping[str, SlotValue], steps: Mapping[str, Any]
 ) -> Parameter:
     weights = slots["fp32"]
     if not isinstance(weights, TensorSource):
         raise folder.files.damaged(f"array 'fp32/{name}' is no tensor")
-    arrays, scalars = dict[str, TensorSource](), dict[str, TensorSource | int | float]()
+    arrays, scalars = dict[str, TensorSource](), dict[str, SlotValue]()
     for slot, value in slots.items():
         if isinstance(value, TensorSource) and value.shape == weights.shape and slot != "step":
             arrays[slot] = value
@@ -126,16 +119,14 @@ def _parameter(
     return Parameter(weights.shape, arrays, scalars)
 
 
-def _steps_of_stage3(
-    folder: DeepSpeedFolder, shapes: Sequence[Mapping[str, Any]]
-) -> dict[str, TensorSource | int | float]:
+def _steps_of_stage3(folder: DeepSpeedFolder, shapes: Sequence[Shapes]) -> dict[str, SlotValue]:
     """The steps by parameter, which a converted ZeRO 3 has in the common file, by group."""
     if folder.common is None:
         return {}
     file = StateFile(folder.files, folder.common)
     inner = file.state.get("optimizer_state_dict")
     states = inner.get("state") if isinstance(inner, dict) else None
-    steps: dict[str, TensorSource | int | float] = {}
+    steps: dict[str, SlotValue] = {}
     for number, group in enumerate(shapes):
         state = states.get(number) if isinstance(states, dict) else None
         step: Any = state.get("step") if isinstance(state, dict) else None

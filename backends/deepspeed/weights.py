@@ -14,6 +14,7 @@ from unickpt.backends._files.elements import JoinedElements
 from unickpt.backends._files.torch_tensors import Tensor
 from unickpt.backends.deepspeed import partitions
 from unickpt.backends.deepspeed.folder import DeepSpeedFolder
+from unickpt.backends.deepspeed.sources import Shapes
 from unickpt.backends.deepspeed.states import ModelFileState, StateFile, flattened, read_all
 from unickpt.extend import TensorSource, quoted
 
@@ -89,13 +90,11 @@ def _tied(model: ModelFileState, shapes: Mapping[str, Any]) -> dict[str, str]:
     names: dict[str, list[str]] = {}
     for name in model.sources:
         names.setdefault((model.module or {})[name].identity, []).append(name)
-    mains = (next((name for name in same if name in shapes), same[0]) for same in names.values())
-    return {
-        name: main
-        for main, same in zip(mains, names.values(), strict=True)
-        for name in same
-        if name != main
-    }
+    aliases = dict[str, str]()
+    for same in names.values():
+        main = next((name for name in same if name in shapes), same[0])
+        aliases |= {name: main for name in same if name != main}
+    return aliases
 
 
 def _of_stage3(models: Sequence[Sequence[ModelFileState]]) -> ModuleWeights:
@@ -146,7 +145,7 @@ def _add_experts(folder: DeepSpeedFolder, parts_by_rank: Sequence[dict[str, Tens
 
 def _add_layers(
     folder: DeepSpeedFolder,
-    shapes: Sequence[Mapping[str, tuple[int, ...]]],
+    shapes: Sequence[Shapes],
     parts_by_rank: Sequence[dict[str, TensorSource]],
     degree: int,
 ) -> None:
@@ -203,7 +202,7 @@ def _tied_names(
     folder: DeepSpeedFolder,
     by_layer: Mapping[int, Sequence[Mapping[str, TensorSource]]],
     names: Mapping[str, int],
-    shapes: Sequence[Mapping[str, tuple[int, ...]]],
+    shapes: Sequence[Shapes],
 ) -> dict[str, str]:
     """The names of what tied layers have, `tied_modules.<key>.<name>`, as far as it is certain.
 

@@ -15,9 +15,9 @@ import numpy as np
 
 from unickpt.backends._files import torch_layout
 from unickpt.backends._files.flat_names import cannot_hold
-from unickpt.backends._files.pickle_objects import Global
 from unickpt.backends._files.pickle_writer import PickledCall
-from unickpt.backends._files.training_states import KnownTorchFile, Tree, root_of, without_marks
+from unickpt.backends._files.pickles import Global
+from unickpt.backends._files.training_states import KnownTorchFile, Tree, root_of
 from unickpt.backends.deepspeed import template as templates
 from unickpt.backends.deepspeed.contents import OF_ENGINE
 from unickpt.backends.deepspeed.written_arrays import CLIENT, FP32, OPTIMIZER, STEP, UniversalArrays
@@ -314,7 +314,7 @@ class _Folder:
         stored = self._index.values.get(CLIENT)
         if isinstance(stored, OfEachProcess):
             self._used.add(CLIENT)
-            state = file.plain(without_marks(stored.values[0]))
+            state = file.plain(stored.values[0])
         else:
             state = file.object_of(self._root[CLIENT]) if CLIENT in self._root else {}
         if isinstance(state, dict):

@@ -9,8 +9,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from unickpt.backends._files import loose_files
-from unickpt.backends._files.hugging_face import weight_map
-from unickpt.backends._files.loose_files import FoundFiles, open_kind
+from unickpt.backends._files.loose_files import FoundFiles, open_kind, weight_map
 from unickpt.backends._files.msgpack_files import Elsewhere, scan
 from unickpt.backends._files.tree_tables import table_of_tree
 from unickpt.extend import (

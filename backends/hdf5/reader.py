@@ -15,15 +15,14 @@ import struct
 import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
 import numpy as np
 
 from unickpt.backends._files import loose_files
-from unickpt.backends._files.hugging_face import decoded
-from unickpt.backends._files.loose_files import FoundFiles, open_kind
+from unickpt.backends._files.loose_files import FoundFiles, decoded, open_kind
 from unickpt.backends._files.zip_files import DEFLATED, STORED, Member, ZipFile
 from unickpt.backends.hdf5.chunks import HDF5Chunk, HDF5Storage, storage
 from unickpt.backends.hdf5.objects import HDF5File, HDF5Object
@@ -156,21 +155,57 @@ LayerNames = Mapping[tuple[str, ...], Mapping[str, str]]
 """By the path of a group of layers, the names of these by those in the file."""
 
 
-@dataclass(frozen=True)
 class _HDF5Walk:
-    """The result of the walk through a file.
+    """Finds the datasets of a file.
 
     Arguments:
-        datasets: by their names.
-        aliases: the other names of datasets.
-        by_address: the name of each dataset by its place in the file.
-        groups: the path in the file of each group, by its place.
+        where: the file, for messages.
+        names: those of layers.
     """
 
-    datasets: dict[str, HDF5Object] = field(default_factory=dict)
-    aliases: dict[str, str] = field(default_factory=dict)
-    by_address: dict[int, str] = field(default_factory=dict)
-    groups: dict[int, str] = field(default_factory=dict)
+    def __init__(self, where: str, names: LayerNames) -> None:
+        self._where, self._names = where, names
+        self.datasets: dict[str, HDF5Object] = {}
+        """By their names."""
+        self.aliases: dict[str, str] = {}
+        """The other names of datasets."""
+        self._by_address: dict[int, str] = {}
+        self.groups: dict[int, str] = {}
+        """The path in the file of each group, by its place."""
+
+    def visit(self, group: HDF5Object, path: tuple[str, ...], stored: tuple[str, ...]) -> None:
+        """Finds the datasets of a group.
+
+        Arguments:
+            group: of the file.
+            path: the components of its name.
+            stored: those in the file.
+        """
+        if len(path) > MAX_DEPTH:
+            raise UnsupportedFormat(f"{self._where} is nested deeper than {MAX_DEPTH} levels")
+        names = self._names.get(stored, {})
+        if len({*names.values()}) != len(names):
+            names = {}
+        for link in group.links:
+            label = f"{self._where}: {quoted('/'.join((*path, link.name)))}"
+            if link.address is None:
+                raise UnsupportedFormat(f"{label} is a link, which could lead to other files")
+            item = group.file.object(link.address)
+            item_path = (*path, names.get(link.name, link.name))
+            if item.is_dataset:
+                name = "/".join(map(name_component, item_path))
+                first = self._by_address.setdefault(item.address, name)
+                if first == name:
+                    self.datasets[name] = item
+                else:
+                    self.aliases[name] = first
+            elif item.is_group:
+                if item.address in self.groups:
+                    raise UnsupportedFormat(f"{label} is a group with several names")
+                self.groups[item.address] = "/".join((*stored, link.name))
+                self.visit(item, item_path, (*stored, link.name))
+            else:
+                raise UnsupportedFormat(f"{label} is neither a group nor a dataset")
 
 
 class Hdf5Reader(RangeReader):
@@ -193,10 +228,11 @@ class Hdf5Reader(RangeReader):
         self._chunks: dict[str, Mapping[tuple[int, ...], HDF5Chunk]] = {}
         self._counted: dict[str, tuple[int, int]] = {}
         self._lock = threading.Lock()
-        walk, table = _HDF5Walk(), ArrayTable()
+        table = ArrayTable()
         with _damages(f"{self._where} is damaged"):
             root = _root(files, name, self._stored)
-            self._walk(root, (), (), walk, _layer_names(root) if names is None else names)
+            walk = _HDF5Walk(self._where, _layer_names(root) if names is None else names)
+            walk.visit(root, (), ())
             for array, dataset in walk.datasets.items():
                 table.entries[array], where = self._entry(array, dataset)
                 if where is not None:
@@ -221,49 +257,6 @@ class Hdf5Reader(RangeReader):
                 f"{self._where} has {self._stored.size} bytes, too few for its arrays of {total} "
                 f"bytes; the largest is {name!r}, {dtype_and_shape(entry.dtype, entry.shape)}"
             )
-
-    def _walk(
-        self,
-        group: HDF5Object,
-        path: tuple[str, ...],
-        stored: tuple[str, ...],
-        walk: _HDF5Walk,
-        named: LayerNames,
-    ) -> None:
-        """Finds the datasets of a group.
-
-        Arguments:
-            group: of the file.
-            path: the components of its name.
-            stored: those in the file.
-            walk: receives them.
-            named: the names of layers.
-        """
-        if len(path) > MAX_DEPTH:
-            raise UnsupportedFormat(f"{self._where} is nested deeper than {MAX_DEPTH} levels")
-        names = named.get(stored, {})
-        if len({*names.values()}) != len(names):
-            names = {}
-        for link in group.links:
-            label = f"{self._where}: {quoted('/'.join((*path, link.name)))}"
-            if link.address is None:
-                raise UnsupportedFormat(f"{label} is a link, which could lead to other files")
-            item = group.file.object(link.address)
-            item_path = (*path, names.get(link.name, link.name))
-            if item.is_dataset:
-                name = "/".join(map(name_component, item_path))
-                first = walk.by_address.setdefault(item.address, name)
-                if first == name:
-                    walk.datasets[name] = item
-                else:
-                    walk.aliases[name] = first
-            elif item.is_group:
-                if item.address in walk.groups:
-                    raise UnsupportedFormat(f"{label} is a group with several names")
-                walk.groups[item.address] = "/".join((*stored, link.name))
-                self._walk(item, item_path, (*stored, link.name), walk, named)
-            else:
-                raise UnsupportedFormat(f"{label} is neither a group nor a dataset")
 
     def _entry(self, name: str, dataset: HDF5Object) -> tuple[ArrayEntry, FileBox | None]:
         label, shape = f"{self._where}: {quoted(name)}", dataset.shape

@@ -10,7 +10,7 @@ from typing import Any
 
 from unickpt.backends._files import known_objects, loose_files
 from unickpt.backends._files.loose_files import FoundFiles, open_kind
-from unickpt.backends._files.pickle_objects import Global, PickledObject
+from unickpt.backends._files.pickles import Global, PickledObject
 from unickpt.backends._files.torch_files import TorchFilesReader
 from unickpt.backends._files.torch_pickles import TorchFile
 from unickpt.backends._files.torch_tensors import holds_tensors

@@ -16,8 +16,7 @@ from typing import Any
 from unickpt.backends._files import loose_files
 from unickpt.backends._files.flat_names import SEPARATOR, can_nest, nested_name
 from unickpt.backends._files.headers import sizes
-from unickpt.backends._files.hugging_face import weight_map
-from unickpt.backends._files.loose_files import FoundFiles, open_kind
+from unickpt.backends._files.loose_files import FoundFiles, open_kind, weight_map
 from unickpt.backends._files.safetensors_headers import SafetensorsHeader, read_header
 from unickpt.errors import CheckpointCorrupt, CoverageError
 from unickpt.extend import (

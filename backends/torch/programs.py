@@ -15,7 +15,7 @@ import msgspec
 
 from unickpt.backends._files.elements import Unreadable
 from unickpt.backends._files.headers import sizes
-from unickpt.backends._files.pickle_objects import PickledObject
+from unickpt.backends._files.pickles import PickledObject
 from unickpt.backends._files.torch_files import TorchFilesReader
 from unickpt.backends._files.torch_pickles import TorchFile
 from unickpt.backends._files.torch_tensors import Tensor

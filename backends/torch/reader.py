@@ -10,8 +10,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from unickpt.backends._files import loose_files
-from unickpt.backends._files.hugging_face import weight_map
-from unickpt.backends._files.loose_files import FoundFiles, first_member, open_kind
+from unickpt.backends._files.loose_files import FoundFiles, first_member, open_kind, weight_map
 from unickpt.backends._files.torch_files import TorchFilesReader
 from unickpt.backends._files.torch_pickles import TorchFile
 from unickpt.backends._files.torch_tensors import Tensor

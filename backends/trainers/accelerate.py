@@ -115,7 +115,7 @@ def _positions(every: Sequence[Mapping[str, Any]]) -> Iterator[PlannedFile]:
                 "go on with accelerator.skip_first_batches"
             )
         file = training_states.KnownTorchFile()
-        state = file.plain(training_states.without_marks(position["state"]))
+        state = file.plain(position["state"])
         yield file.planned(_numbered_name("dl_state_dict.bin", number), state)
 
 

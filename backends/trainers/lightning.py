@@ -15,8 +15,8 @@ from typing import Any, ClassVar
 
 from unickpt.backends._files import pickles, torch_layout
 from unickpt.backends._files.flat_names import refuse
-from unickpt.backends._files.pickle_objects import BadPickle, Global
 from unickpt.backends._files.pickle_writer import PickledCall, reduced
+from unickpt.backends._files.pickles import BadPickle, Global
 from unickpt.errors import CheckpointCorrupt, InvalidPath, UnsupportedLeaf
 from unickpt.extend import (
     PYTHON_TYPES,

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from unickpt.backends._files.pickle_objects import Global, PersistentId
 from unickpt.backends._files.pickle_writer import PickledCall, dumps
+from unickpt.backends._files.pickles import Global, PersistentId
 
 KINDS = {"float32": "Float", "float64": "Double", "int64": "Long", "uint8": "Byte", "bool": "Bool"}
 SAFETENSORS = {"float32": "F32", "float64": "F64", "int64": "I64", "uint8": "U8", "bool": "BOOL"}

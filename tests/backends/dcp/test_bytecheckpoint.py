@@ -19,9 +19,9 @@ from support.foreign import unpacked
 
 import unickpt
 from unickpt import CheckpointCorrupt, CheckpointNotFound, Rules
-from unickpt.backends._files.pickle_objects import BadPickle, Global
 from unickpt.backends._files.pickle_writer import PickledCall, dumps
-from unickpt.backends.dcp.bytecheckpoint.flat_params import parts_of
+from unickpt.backends._files.pickles import BadPickle, Global
+from unickpt.backends.dcp.bytecheckpoint.reader import parts_of
 from unickpt.errors import UnickptError, UnsupportedFormat
 from unickpt.format import file_ranges
 from unickpt.storage.paths import context, resolve

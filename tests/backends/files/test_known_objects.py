@@ -20,8 +20,8 @@ from hypothesis import strategies as st
 
 import unickpt
 from unickpt import CheckpointCorrupt, Opaque
-from unickpt.backends._files import known_objects, pickle_objects, pickles
-from unickpt.backends._files.pickle_objects import BadPickle
+from unickpt.backends._files import known_objects, pickles
+from unickpt.backends._files.pickles import BadPickle
 from unickpt.backends._files.torch_tensors import CONSTRUCTORS, Tensor
 
 PROTOCOLS = (2, 3, 4, 5)
@@ -36,9 +36,7 @@ def renamed(data: bytes) -> bytes:
 
 def decoded(data: bytes) -> Any:
     found, _ = pickles.read(data, CONSTRUCTORS)
-    return (
-        known_objects.decoded(found) if isinstance(found, pickle_objects.PickledObject) else found
-    )
+    return known_objects.decoded(found) if isinstance(found, pickles.PickledObject) else found
 
 
 def opened(folder: Path, data: bytes) -> unickpt.Checkpoint:
@@ -167,9 +165,9 @@ def test_what_has_no_plain_form_stays_as_it_was(value: Any, tmp_path: Path) -> N
 # --- damage -------------------------------------------------------------------------------------
 
 
-def facts(value: Any) -> pickle_objects.PickledObject:
+def facts(value: Any) -> pickles.PickledObject:
     found, _ = pickles.read(pickle.dumps(value, 2), CONSTRUCTORS)
-    assert isinstance(found, pickle_objects.PickledObject)
+    assert isinstance(found, pickles.PickledObject)
     return found
 
 
@@ -201,13 +199,13 @@ def test_damage_names_the_file(tmp_path: Path) -> None:
 
 
 DTYPES = st.builds(
-    lambda name, state: pickle_objects.PickledObject(
-        pickle_objects.Global("numpy.dtype"), (name, False, True), state
+    lambda name, state: pickles.PickledObject(
+        pickles.Global("numpy.dtype"), (name, False, True), state
     ),
     st.sampled_from(
         [
             *("f4", "i8", "U1", "U0", "S0", "O8", "V4", "b9", "c8", "f16", "x", ""),
-            *map(pickle_objects.Global, ("ml_dtypes.bfloat16", "ml_dtypes.x")),
+            *map(pickles.Global, ("ml_dtypes.bfloat16", "ml_dtypes.x")),
         ]
     ),
     st.one_of(st.none(), st.sampled_from([(3, x, *[None] * 3, -1, -1, 0) for x in "<>|=x"])),
@@ -219,7 +217,7 @@ PARTS = st.one_of(
     st.text(max_size=3),
     st.booleans(),
     st.tuples(st.integers(-2, 9)),
-    st.just(pickle_objects.Global("numpy.ndarray")),
+    st.just(pickles.Global("numpy.ndarray")),
     DTYPES,
 )
 
@@ -230,7 +228,7 @@ PARTS = st.one_of(
     st.one_of(PARTS, st.lists(PARTS, min_size=5, max_size=5).map(tuple)),
 )
 def test_any_facts_are_decoded_or_refused(name: str, args: Any, state: Any) -> None:
-    found = pickle_objects.PickledObject(pickle_objects.Global(name), args, state, at=7)
+    found = pickles.PickledObject(pickles.Global(name), args, state, at=7)
     try:
         made = known_objects.decoded(found)
     except BadPickle:

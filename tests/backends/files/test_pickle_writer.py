@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 from support.pickled import trees, typed
 
 from unickpt.backends._files import pickles
-from unickpt.backends._files.pickle_objects import Global, PersistentId
 from unickpt.backends._files.pickle_writer import PickledCall, dumps
+from unickpt.backends._files.pickles import Global, PersistentId
 
 
 class Slotted:

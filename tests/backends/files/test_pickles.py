@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from support.pickled import trees, typed
 
 from unickpt.backends._files import pickles, torch_tensors
-from unickpt.backends._files.pickle_objects import BadPickle, Global, PickledObject
+from unickpt.backends._files.pickles import BadPickle, Global, PickledObject
 
 _BOUND = 5.0  # seconds of processor time; what would take minutes or hours without a bound
 

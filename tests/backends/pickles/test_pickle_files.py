@@ -17,7 +17,7 @@ from support import file_writers, foreign, s3_server
 
 import unickpt
 from unickpt import CheckpointCorrupt
-from unickpt.backends._files import bare_pickles
+from unickpt.backends._files import torch_pickles
 from unickpt.errors import UnsupportedFormat
 from unickpt.storage import paths
 from unickpt.storage.paths import resolve
@@ -35,7 +35,7 @@ class TestSuite(ReaderSuite):
     @contextlib.contextmanager
     def registered(self) -> Iterator[None]:
         with super().registered(), pytest.MonkeyPatch.context() as patch:
-            patch.setattr(bare_pickles, "_LARGE", 1000)  # so that most arrays stay in the file
+            patch.setattr(torch_pickles, "_LARGE", 1000)  # so that most arrays stay in the file
             yield
 
     def test_damage_is_an_error_that_names_the_array(self, path: Path) -> None:

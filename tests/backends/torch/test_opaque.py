@@ -18,8 +18,8 @@ from typer.testing import CliRunner
 import unickpt
 from unickpt import CheckpointCorrupt, Opaque
 from unickpt.backends._files import pickles
-from unickpt.backends._files.pickle_objects import Global
 from unickpt.backends._files.pickle_writer import PickledCall, dumps
+from unickpt.backends._files.pickles import Global
 from unickpt.cli.app import app
 from unickpt.errors import UnsupportedFormat
 from unickpt.format import index_json

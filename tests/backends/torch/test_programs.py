@@ -15,8 +15,8 @@ from support import file_writers, s3_server
 
 import unickpt
 from unickpt import CheckpointCorrupt
-from unickpt.backends._files.pickle_objects import Global
 from unickpt.backends._files.pickle_writer import PickledCall, dumps
+from unickpt.backends._files.pickles import Global
 from unickpt.backends.torch import programs
 from unickpt.errors import UnsupportedFormat
 from unickpt.storage import paths

@@ -18,8 +18,8 @@ from support import file_writers, foreign, s3_server
 
 import unickpt
 from unickpt import Checkpoint, CheckpointCorrupt, UnickptError
-from unickpt.backends._files.pickle_objects import Global, PersistentId
 from unickpt.backends._files.pickle_writer import PickledCall, dumps
+from unickpt.backends._files.pickles import Global, PersistentId
 from unickpt.errors import UnsupportedFormat
 from unickpt.storage import paths
 from unickpt.storage.paths import resolve
