@@ -172,7 +172,8 @@ def _check_slots(
                 f"{where!r}: {', '.join(map(repr, child.keys))} would be loaded, and "
                 f"{lacks[0]!r} is not stored, or no rule makes it, which "
                 f"{type(optimizer).__name__} needs as well. Let a rule make it; or load without "
-                f"the optimizer's state (skip={join(name, 'state/**')!r}), which then begins anew"
+                f"the optimizer's state (skip={join(name, 'state/**')!r}), which then starts "
+                "from scratch"
             )
 
 

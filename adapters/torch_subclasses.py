@@ -104,7 +104,7 @@ def check_context(node: Node, value: Callable[[str], Any], name: str, kind: str)
     """
     rows = [(leaf.name, value(leaf.name), leaf.value) for leaf in leaves(node.children[-1])]
     wrong = [
-        f"{path.removeprefix(join(name, ''))} is {quoted(stored)}, asked for is {quoted(requested)}"
+        f"{path.removeprefix(join(name, ''))} is {quoted(stored)}, requested is {quoted(requested)}"
         for path, stored, requested in rows
         if type(stored) is not type(requested) or stored != requested
     ]

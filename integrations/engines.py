@@ -83,11 +83,11 @@ def check_same_kind(path: object, metadata: Mapping[str, Any], has_engine: bool)
         return
     if has_engine:
         raise LoadMismatch(
-            f"{path} was saved without DeepSpeed, and this job trains with it: go on without it, "
+            f"{path} was saved without DeepSpeed, and this job trains with it: resume without it, "
             "or load the weights into the model before the training begins, with unickpt.load"
         )
     raise LoadMismatch(
-        f"{path} was saved with DeepSpeed, and this job trains without it: go on with it, or load "
+        f"{path} was saved with DeepSpeed, and this job trains without it: resume with it, or load "
         'the weights into the model before the training begins: unickpt.load(path, {"model": '
         'model}, rules=unickpt.Rules.preset("deepspeed"), unexpected="skip")'
     )

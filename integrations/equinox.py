@@ -233,7 +233,7 @@ def _compare(stored: Checkpoint, model: Any) -> None:
     if not isinstance(noted, dict):
         return  # was not saved by this module
     differences = [
-        f"{name}: stored {noted.get(name, 'nothing')}, asked {requested.get(name, 'nothing')}"
+        f"{name}: stored {noted.get(name, 'nothing')}, requested {requested.get(name, 'nothing')}"
         for name in sorted(noted.keys() | requested.keys())
         if noted.get(name) != requested.get(name)
     ]

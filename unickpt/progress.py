@@ -88,7 +88,7 @@ class _Guarded:
             self._report(done, total)
         except Exception:
             self._report = nothing
-            _log.exception("progress cannot be shown any more; the work goes on")
+            _log.exception("progress cannot be shown any more; the work continues")
 
 
 def _has_viewer() -> bool:

@@ -145,7 +145,7 @@ def _why_not(leaf: str, states: Mapping[str, Mapping[str, str]]) -> str:
     """Why the template has no place for a leaf."""
     if leaf.startswith(f"{_STEP}/") and not any(_STEP in slots for slots in states.values()):
         return (
-            "as DeepSpeed goes on from one step for all, that of the template (in "
+            "as DeepSpeed resumes from one step for all, that of the template (in "
             "zero/optimizer_state.pt); drop it if that is the same"
         )
     return "which is not trained in the template"

@@ -112,7 +112,7 @@ def _positions(every: Sequence[Mapping[str, Any]]) -> Iterator[PlannedFile]:
             raise UnsupportedLeaf(
                 f"data loader {number} is stateful, and accelerate has one file for the positions "
                 f"of all {len(every)} processes: save a step without use_stateful_dataloader, and "
-                "go on with accelerator.skip_first_batches"
+                "resume with accelerator.skip_first_batches"
             )
         file = training_states.KnownTorchFile()
         state = file.plain(position["state"])

@@ -51,7 +51,7 @@ class TrainerWriter:
         if strange:
             raise cannot_hold("trainer", sorted(strange), "drop it by a rule")
         if _MODEL not in root:
-            raise UnsupportedLeaf("'model' is missing: the Trainer cannot go on without weights")
+            raise UnsupportedLeaf("'model' is missing: the Trainer cannot resume without weights")
         parts = {"": FilePart.of(index, root[_MODEL]).plan(self._weights(), most_bytes)}
         files: dict[str, training_states.Tree] = {
             name: root[key] for key, name in _FILES.items() if key in root

@@ -317,8 +317,8 @@ def _set_position(dataloader: Any, position: Mapping[str, Any], number: int) -> 
         sampler.initial_seed = position["sampler"]["initial_seed"]
     elif position["state"] is None and isinstance(sampler, RandomSampler):
         _log.warning(
-            "data loader %d shuffles with torch's generator: in the middle of an epoch it goes on "
-            "in another order; use DataLoaderConfiguration(use_seedable_sampler=True)",
+            "data loader %d shuffles with torch's generator: in the middle of an epoch it "
+            "continues in another order; use DataLoaderConfiguration(use_seedable_sampler=True)",
             number,
         )
     if position["state"] is not None:

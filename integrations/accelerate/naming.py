@@ -53,7 +53,7 @@ def next_path(accelerator: Accelerator, output_dir: PathLike | None) -> PathLike
     exists = broadcast(iteration in names)
     if exists:
         raise CheckpointExists(
-            f"{path} exists: go on from it with load_state(accelerator), or set "
+            f"{path} exists: resume from it with load_state(accelerator), or set "
             "accelerator.project_configuration.iteration"
         )
     return path

@@ -139,7 +139,7 @@ def shared(saved: Sequence[Any], index: int, count: int) -> Any:
         return saved[0]
     warnings.warn(
         f"the random generators of the {len(saved)} processes that saved differ, so they are not "
-        f"restored on {count}: shuffling and augmentation go on differently",
+        f"restored on {count}: shuffling and augmentation continue differently",
         stacklevel=2,
     )
     return None

@@ -264,7 +264,9 @@ class TorchtitanCheckpointManager(base.BaseCheckpointManager):
         if states.keys() - {base.MODEL} and not _keys(stored) - {base.MODEL}:
             older = [s for s in self._checkpointer.steps() if s < step]
             do = (
-                f"go on from an earlier step with load_step={max(older)}" if older else "begin anew"
+                f"resume from an earlier step with load_step={max(older)}"
+                if older
+                else "start from scratch"
             )
             raise LoadMismatch(
                 f"{path} holds only the model, as the last save of a training does "

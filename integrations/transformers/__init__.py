@@ -171,7 +171,7 @@ class UnickptMixin:
             if step is not None:
                 raise CheckpointExists(
                     f"{run.path(step)} exists, and this training would begin at step 0: pass "
-                    "resume_from_checkpoint=True to go on, or save somewhere else"
+                    "resume_from_checkpoint=True to resume, or save somewhere else"
                 )
             yield None
             return
@@ -423,7 +423,7 @@ def _check(trainer: Any, trial: Any) -> None:
         "trial: hyperparameter search saves into folders of its own": trial is not None,
         "save_only_model=True: a checkpoint is one thing; use hf_files=True": args.save_only_model,
         "save_on_each_node=True: all processes save into one storage": args.save_on_each_node,
-        "auto_find_batch_size=True: it begins anew in the same folder": args.auto_find_batch_size,
+        "auto_find_batch_size=True: it starts again in the same folder": args.auto_find_batch_size,
         "enable_jit_checkpoint=True: use a UnickptCallback, and SaveEvery(preemption=True)": (
             getattr(args, "enable_jit_checkpoint", False)
         ),
@@ -456,7 +456,7 @@ def _check(trainer: Any, trial: Any) -> None:
 def _check_order(run: Checkpointer, newest: int | None, step: int) -> None:
     if newest is not None and newest > step:
         raise LaterStepsExist(
-            f"{run.path(newest)} is later than step {step}, from which to go on: remove the later "
+            f"{run.path(newest)} is later than step {step}, from which to resume: remove the later "
             f"steps with unickpt.Checkpointer(...).drop_later_steps({step}), or save somewhere else"
         )
 

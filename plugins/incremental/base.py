@@ -449,7 +449,7 @@ class Base:
         theirs, part, number = chunk
         have = part.chunk_box(number)
         common = have.intersect(box)
-        assert common is not None, "only chunks that intersect the box are asked for"
+        assert common is not None, "only chunks that intersect the box are requested"
         data = out if have == box else np.empty(have.shape, out.dtype)
         digest = int(self._reader.digests_of(theirs.name)[first + number]["digest"])
         if self._reader.read([Request(theirs, part, number, data, digest)]):

@@ -137,7 +137,7 @@ def test_what_a_rename_would_mend_may_be_skipped(tmp_path: Path) -> None:
     """The message is made of what is skipped, too."""
     unickpt.save(tmp_path / "step", {"a": {"old": 1}, "b": {"old": 2}, "c": 3})
     like = {"a": {"new": 0}, "b": {"new": 0}, "d": 0}
-    with pytest.raises(LoadMismatch, match=r"asked 'new', stored 'old'"):
+    with pytest.raises(LoadMismatch, match=r"requested 'new', stored 'old'"):
         unickpt.load(tmp_path / "step", like, unexpected="skip")
 
 
@@ -145,7 +145,7 @@ RULES = "o/{n...} <-> optim/{n...}\nm/{n...} <-> model/{n...}"
 
 
 @FORMATS
-@pytest.mark.parametrize("lacking", ["stored", "asked"])
+@pytest.mark.parametrize("lacking", ["stored", "requested"])
 def test_through_rules(lacking: str, name: str, tmp_path: Path) -> None:
     older, newer = trained(lr=0.5), trained()
     older["optim"].param_groups[0].pop("decoupled_weight_decay", None)
@@ -159,12 +159,12 @@ def test_through_rules(lacking: str, name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("key", ["weight_decay", "betas"])
-@pytest.mark.parametrize("lacking", ["stored", "asked"])
+@pytest.mark.parametrize("lacking", ["stored", "requested"])
 def test_what_decides_how_to_train_is_never_missing_through_rules(
     lacking: str, key: str, tmp_path: Path
 ) -> None:
     kept, like = trained(), trained()
-    del {"stored": kept, "asked": like}[lacking]["optim"].param_groups[0][key]
+    del {"stored": kept, "requested": like}[lacking]["optim"].param_groups[0][key]
     unickpt.save(tmp_path / "c", {"o": kept["optim"], "m": kept["model"]})
     with pytest.raises((LoadMismatch, unickpt.errors.RuleError), match=key):
         unickpt.load(tmp_path / "c", like, rules=unickpt.Rules.parse(RULES))

@@ -147,8 +147,8 @@ def test_a_sparse_parameter_of_a_module(tmp_path: Path) -> None:
     ("like", "message"),
     [
         (lambda: random("csc", 1), r"w/ccol_indices +missing"),
-        (lambda: random("bsr", 1), r"context/layout is 'sparse_csr', asked for is 'sparse_bsr'"),
-        (lambda: torch.zeros(6, 9).to_sparse_csr(), r"context/shape/1 is 8, asked for is 9"),
+        (lambda: random("bsr", 1), r"context/layout is 'sparse_csr', requested is 'sparse_bsr'"),
+        (lambda: torch.zeros(6, 9).to_sparse_csr(), r"context/shape/1 is 8, requested is 9"),
         (lambda: random("csr", 1, dtype=torch.float64), r"w/values +dtype +float32 +float64"),
         (lambda: torch.zeros(6, 8), r"w +missing"),
     ],

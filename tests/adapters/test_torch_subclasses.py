@@ -113,13 +113,13 @@ def test_tied_tensors_are_stored_once(tmp_path: Path) -> None:
 
 
 OTHERS = {
-    r"context/recipe/block is 2, asked for is 3": lambda: Float8(
+    r"context/recipe/block is 2, requested is 3": lambda: Float8(
         torch.zeros(6, 5, dtype=torch.uint8), torch.zeros(3, 1), recipe=Recipe(3)
     ),
-    r"context/fp8_dtype is 'E4M3', asked for is 'E5M2'": lambda: Float8(
+    r"context/fp8_dtype is 'E4M3', requested is 'E5M2'": lambda: Float8(
         torch.zeros(6, 5, dtype=torch.uint8), torch.zeros(3, 1), Kind.E5M2, Recipe(2)
     ),
-    r"context/outer_dtype is 'bfloat16', asked for is 'float32'": lambda: Float8(
+    r"context/outer_dtype is 'bfloat16', requested is 'float32'": lambda: Float8(
         torch.zeros(6, 5, dtype=torch.uint8), torch.zeros(3, 1), Kind.E4M3, Recipe(2), torch.float32
     ),
 }

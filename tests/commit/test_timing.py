@@ -110,7 +110,7 @@ def test_copies_keep_it_and_equal_data_does_not_differ_by_it(tmp_path: Path) -> 
         assert unickpt.verify(tmp_path / name).ok
     save_in_job(tmp_path / "d", 2, lambda index: {"w": np.ones(9)})
     unickpt.convert(tmp_path / "d", tmp_path / "e")
-    assert unickpt.open(tmp_path / "e").timing is None, "of one process, and nobody asked for it"
+    assert unickpt.open(tmp_path / "e").timing is None, "of one process, and nobody requested it"
 
 
 # --- clocks ---------------------------------------------------------------------------------------

@@ -232,13 +232,13 @@ def load_one(path: Path, like: Any) -> list[Any]:
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"array": np.zeros((3, 1999))}, r"'array': stored float64\[3, 2000\], asked for"),
-        ({"bytes": "text"}, "'bytes': stored bytes, asked for str"),
-        ({"ints": [0] * 2999}, "'ints': stored a list of 3000 ints, asked for a list of 2999 ints"),
-        ({"ints": 3}, "'ints': stored a list of 3000 ints, asked for int"),
-        ({"ints": [0.5] * 3000}, "'ints': stored a list of 3000 ints, asked for a list of 3000 f"),
+        ({"array": np.zeros((3, 1999))}, r"'array': stored float64\[3, 2000\], requested"),
+        ({"bytes": "text"}, "'bytes': stored bytes, requested str"),
+        ({"ints": [0] * 2999}, "'ints': stored a list of 3000 ints, requested a list of 2999 ints"),
+        ({"ints": 3}, "'ints': stored a list of 3000 ints, requested int"),
+        ({"ints": [0.5] * 3000}, "'ints': stored a list of 3000 ints, requested a list of 3000 f"),
         ({"ints": [1, 2]}, "differ in: ints, ints/0, ints/1"),
-        ({"scalar": [1] * 3000}, "'scalar': stored ndarray, asked for a list of 3000 ints"),
+        ({"scalar": [1] * 3000}, "'scalar': stored ndarray, requested a list of 3000 ints"),
         ({"more": 1}, "differ in: more"),
     ],
 )
@@ -595,7 +595,7 @@ def test_a_key_keeps_its_implementation(tmp_path: Path) -> None:
     assert found.dtype == key.dtype
     assert (jax.random.key_data(found) == jax.random.key_data(key)).all()
     other = PerProcess({"key": jax.random.key(0, impl="unsafe_rbg")})
-    with pytest.raises(LoadMismatch, match=r"of a rbg key, asked .* of a unsafe_rbg key"):
+    with pytest.raises(LoadMismatch, match=r"of a rbg key, requested .* of a unsafe_rbg key"):
         unickpt.load(tmp_path / "c", {"rng": other})
 
 

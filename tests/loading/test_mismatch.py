@@ -52,7 +52,7 @@ def test_layers_fold() -> None:
 
 def test_a_near_miss_is_suggested() -> None:
     text = message({"encoder/w0": np.zeros(2)}, {"encoder/w1": np.zeros(2)})
-    assert "did you mean: asked 'encoder%2Fw1', stored 'encoder%2Fw0'?" in text
+    assert "did you mean: requested 'encoder%2Fw1', stored 'encoder%2Fw0'?" in text
 
 
 def test_names_of_one_folder_are_no_near_misses_for_that() -> None:
@@ -115,7 +115,7 @@ def test_one_renamed_component_is_told_first_and_once() -> None:
     lines = text.splitlines()
     assert lines[0].endswith("141 differences")
     assert lines[1].startswith(
-        "likely cause: asked 'encoder/', stored 'encodr/'? (70 leaves): asked "
+        "likely cause: requested 'encoder/', stored 'encodr/'? (70 leaves): requested "
         "'model/encoder/layers/0/k', stored 'model/encodr/layers/0/k'. Rename it in `like`"
     )
     assert [line.split()[0] for line in lines[2:]] == ["unexpected:", "leaf", "old"]
@@ -125,28 +125,36 @@ def test_one_renamed_component_is_told_first_and_once() -> None:
     ("stored", "asked", "cause"),
     [
         ({"model": layers(3, **PAIR)}, layers(3, **PAIR), "`like` is stored under 'model/': pass"),
-        (layers(3, **PAIR), {"p": layers(3, **PAIR)}, "asked for under 'p/', but stored without"),
-        ({"a": layers(3, w=np.ones(2))}, {"b": layers(3, w=np.ones(2))}, "asked 'b/', stored 'a/'"),
-        (layers(3, kernel=np.ones(2)), layers(3, weight=np.ones(2)), "asked 'weight', stored 'ker"),
+        (layers(3, **PAIR), {"p": layers(3, **PAIR)}, "requested under 'p/', but stored without"),
+        (
+            {"a": layers(3, w=np.ones(2))},
+            {"b": layers(3, w=np.ones(2))},
+            "requested 'b/', stored 'a/'",
+        ),
+        (
+            layers(3, kernel=np.ones(2)),
+            layers(3, weight=np.ones(2)),
+            "requested 'weight', stored 'ker",
+        ),
         (
             {"m": {f"l.{i}.w": np.zeros(2) for i in range(3)}},
             {"m": {"l": [{"w": np.zeros(2)}] * 3}},
-            "differ only in dots and slashes (3 leaves): asked 'm/l/0/w', stored 'm/l.0.w'",
+            "differ only in dots and slashes (3 leaves): requested 'm/l/0/w', stored 'm/l.0.w'",
         ),
         (
             {"l": [{"w": np.zeros(2)}] * 3},
             {f"l.{i}.w": np.zeros(2) for i in range(3)},
-            "differ only in dots and slashes (3 leaves): asked 'l.0.w', stored 'l/0/w'",
+            "differ only in dots and slashes (3 leaves): requested 'l.0.w', stored 'l/0/w'",
         ),
         (
             {f"l/{i}": np.zeros(2) for i in range(3)},
             {"l": [np.zeros(2)] * 3},
-            "differ only in dots and slashes (3 leaves): asked 'l/0', stored 'l%2F0'",
+            "differ only in dots and slashes (3 leaves): requested 'l/0', stored 'l%2F0'",
         ),
         (
             {f"l.{i}.w": np.zeros(2) for i in range(3)},
             {f"module.l.{i}.w": np.zeros(2) for i in range(3)},
-            "what a wrapper (DDP, torch.compile) adds (3 leaves): asked 'module.l.0.w'",
+            "what a wrapper (DDP, torch.compile) adds (3 leaves): requested 'module.l.0.w'",
         ),
         (
             {"a": np.zeros((2, 3)), "b": np.zeros((4, 5))},

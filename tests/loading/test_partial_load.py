@@ -93,7 +93,7 @@ def test_the_text_of_a_report_folds_layers_and_is_one_line_of_a_full_load(
     assert str(report).splitlines() == [
         "memory://partial/c: loaded 12 leaves, kept 12, skipped 12",
         "  kept     new/{0..11}/w  not stored, `like` keeps what it held",
-        "  skipped  old/{0..11}/w  stored, and not asked for",
+        "  skipped  old/{0..11}/w  stored, and not requested",
     ]
     assert caplog.messages[-1] == str(report)
     _, report = load(stored, stored)
@@ -120,7 +120,7 @@ def test_a_checkpointer_gives_the_report_too(tmp_path: Path) -> None:
 def test_that_nothing_matches_is_an_error_that_tells_the_prefix(step: dict[str, int]) -> None:
     with pytest.raises(LoadMismatch) as caught:
         load({"model": layers(5, 2), **step}, {"params": layers(5, 2), **step}, strict=False)
-    assert "would load nothing\nlikely cause: asked 'params/', stored 'model/'?" in str(
+    assert "would load nothing\nlikely cause: requested 'params/', stored 'model/'?" in str(
         caught.value
     )
 

@@ -279,7 +279,7 @@ def test_a_value_that_does_not_fit_in_one_process(tmp_path: Path) -> None:
         like = {"n": np.zeros(8, np.int32 if index == 2 else np.int64)}
         return unickpt.load(tmp_path / "c", like, cast=True, options=options)
 
-    failing(Threads(3).run(work), 2, LoadMismatch, "asked for as int32, which does not hold")
+    failing(Threads(3).run(work), 2, LoadMismatch, "requested as int32, which does not hold")
 
 
 def test_a_group_without_a_way_to_exchange(tmp_path: Path) -> None:

@@ -397,7 +397,7 @@ def test_one_head_of_llama_into_two(tmp_path: Path) -> None:
 def test_no_head_where_the_preset_has_one(tmp_path: Path) -> None:
     unickpt.save(tmp_path / "flax", pair("gemma").params(seed=1))
     with pytest.raises(
-        RuleError, match=r"'lm_head.weight' .* is asked for, but no stored array is left for it"
+        RuleError, match=r"'lm_head.weight' .* is requested, but no stored array is left for it"
     ):
         unickpt.load(
             tmp_path / "flax",

@@ -454,7 +454,7 @@ def test_slots_that_only_one_side_has(tmp_path: Path) -> None:
     optimizer = torch.optim.Adam(model.parameters(), amsgrad=True)
     train_torch(model, optimizer, range(1))
     tree = {"model": model, "optimizer": NamedOptimizer(optimizer, model)}
-    with pytest.raises(RuleError, match=r"max_exp_avg_sq' .* is asked for, and no rule makes it"):
+    with pytest.raises(RuleError, match=r"max_exp_avg_sq' .* is requested, and no rule makes it"):
         unickpt.load(tmp_path / "c", tree, rules=Rules.parse(MODEL + ADAM))
 
 

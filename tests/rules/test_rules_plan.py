@@ -38,7 +38,7 @@ REFUSED = {
     ),
     "an array that no rule makes": (
         "a [i o] <-> b [o i]", "a 3x5", "b 5x3, c 2",
-        ["'c' (float32[2]) is asked for, and no rule makes it"],
+        ["'c' (float32[2]) is requested, and no rule makes it"],
     ),
     "many of one kind": (
         "a <-> b", "a 2, x/0/w 2, x/1/w 2, x/2/w 2", None,
@@ -47,7 +47,7 @@ REFUSED = {
     "a near miss": (
         "params/{m...}/kernel [i o] <-> {m...}.weight [o i]", "params/up/kernel 3x5",
         "upp.weight 5x3",
-        ["'up.weight', which is not asked for", "line 1"],
+        ["'up.weight', which is not requested", "line 1"],
     ),
     "two rules that take one array": (
         "a/{m} <-> b/{m}\na/x <-> c", "a/x 2, a/y 2", None,
@@ -66,11 +66,11 @@ REFUSED = {
     ),
     "an index that is missing": (
         "w [l e] <-> w.{l} [e]", "w 3x2", "w.0 2, w.2 2",
-        ["'w.1', which is not asked for"],
+        ["'w.1', which is not requested"],
     ),
     "an index too many": (
         "w [l e] <-> w.{l} [e]", "w 2x5", "w.0 5, w.1 5, w.2 5",
-        ["'w.2' (float32[5]) is asked for, and no rule makes it"],
+        ["'w.2' (float32[5]) is requested, and no rule makes it"],
     ),
     "a stored index that is missing": (
         "w.{l} [e] <-> w [l e]", "w.0 2, w.2 2", None,
@@ -161,15 +161,15 @@ REFUSED = {
         ["'b' (float32[3]) is stored, and no rule takes it\n    perhaps a rule is missing: from "
          "'b' to 'b'"],
     ),
-    "a name asked for twice": (
+    "a name requested twice": (
         "a/w <-> w\nb [e] <-> b [e]", "a/w 2x3, b 2, eps", "w 2x3, b 2, eps_w 2x3",
-        ["'eps_w' (float32[2, 3]) is asked for, but no stored array is left for it",
+        ["'eps_w' (float32[2, 3]) is requested, but no stored array is left for it",
          "as in `w [...] = eps_w [...]`, in\n    rules, line 1: a/w <-> w"],
     ),
     "a head that is tied": (
         "default include transformers-llama\nembed/w [v e] <-> embed.weight [v e]",
         "embed/w 7x3", "embed.weight 7x3, lm_head.weight 7x3",
-        ["1 problem\n  'lm_head.weight' (float32[7, 3]) is asked for, but no stored array is left",
+        ["1 problem\n  'lm_head.weight' (float32[7, 3]) is requested, but no stored array is left",
          "`embed.weight [...] = lm_head.weight [...]`, in\n    rules, line 2: embed/w"],
     ),
     "dots for slashes": (
@@ -673,7 +673,7 @@ def test_a_function_makes_the_dtype_that_is_due(tmp_path: Path) -> None:
     assert np.array_equal(load(), big // 2)  # every value came through
     assert load().dtype == np.int64
     assert np.array_equal(load(suffix="as float64", odd=1), big / 2 + 0.5)
-    with pytest.raises(LoadMismatch, match="'n': made as int64, asked for as int32, which does"):
+    with pytest.raises(LoadMismatch, match="'n': made as int64, requested as int32, which does"):
         load({"n": np.zeros(4, np.int32)}, "same", cast=True)
 
 

@@ -59,7 +59,7 @@ REASONS: dict[str, str] = {
     "*::test_save_best_checkpoint": _ENTRIES,
     "*::test_best_model_checkpoint_behavior": _ENTRIES,
     "*::test_compare_trainer_and_checkpoint_args_logging": (
-        "goes on with updates of other sizes, which skip other data: refused"
+        "continues with updates of other sizes, which skip other data: refused"
     ),
     "*::test_auto_batch_size_with_resume_from_checkpoint": "auto_find_batch_size is refused",
 }

@@ -409,7 +409,7 @@ def _bad_array(name: str, why: str) -> Malformed:
 def _plain_as_asked(template: Any, value: Any, name: str) -> Any:
     if type(tree_json.plain(template)) is not type(value):
         raise _Misfit(
-            f"{name!r}: stored {type(value).__name__}, asked for {type(template).__name__}"
+            f"{name!r}: stored {type(value).__name__}, requested {type(template).__name__}"
         )
     try:
         return tree_json.as_asked(value, template)
@@ -424,7 +424,7 @@ def _list_as_requested(template: Any, value: Any, name: str) -> Any:
         for x in (value, template)
     )
     if stored != requested:
-        raise _Misfit(f"{name!r}: stored {stored}, asked for {requested}")
+        raise _Misfit(f"{name!r}: stored {stored}, requested {requested}")
     return value
 
 
@@ -447,7 +447,7 @@ def _into(
     if stored != (target.shape, target.dtype, target.prng):
         raise _Misfit(
             f"{name!r}: stored {_shown(*stored)}, "
-            f"asked for {_shown(target.shape, target.dtype, target.prng)}"
+            f"requested {_shown(target.shape, target.dtype, target.prng)}"
         )
     buffers = [target.buffer(i) for i in range(len(target.boxes))]
     for box, buffer in zip(target.boxes, buffers, strict=True):

@@ -223,7 +223,7 @@ def _table(rows: Sequence[Difference], lines_before: int) -> list[str]:
     if not folded:
         return []
     most = max(_FEWEST_ROWS, _MOST_LINES - lines_before - 2)
-    shown = [("leaf", "problem", "stored", "asked"), *folded[:most]]
+    shown = [("leaf", "problem", "stored", "requested"), *folded[:most]]
     widths = [max(len(row[column]) for row in shown) for column in range(4)]
     lines = [
         "  " + "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip()

@@ -31,7 +31,8 @@ _NOTHING_STORED = (
 )
 _OTHER_OPTIMIZER = (
     "another optimizer was saved{where}: its groups have {stored}, and those of `like` have "
-    "{requested}. To load all else and let the optimizer in `like` begin anew, pass skip={skip!r}"
+    "{requested}. To load all else and let the optimizer in `like` start from scratch, pass "
+    "skip={skip!r}"
 )
 _OTHER_PARAMETERS = (
     "the moments{where} are of other parameters, such as {name!r}: stored {stored}, requested "
@@ -41,12 +42,12 @@ _OTHER_PARAMETERS = (
 )
 _NEW_PARAMETERS = (
     "the optimizer{where} has {count} that {verb} not in its groups when it was saved: {names}. "
-    'With missing="keep" the moments of these begin anew'
+    'With missing="keep" the moments of these start from scratch'
 )
 _MOMENTS_UNUSED = (
     "{where}: the optimizer{under} would get no state, but arrays that look like its moments are "
     "stored and not used: {names}. Map them (with rules: check what `under` says of `include`, "
-    "and pass NamedOptimizer(optimizer, model)). To let the optimizer begin anew, pass "
+    "and pass NamedOptimizer(optimizer, model)). To let the optimizer start from scratch, pass "
     "skip={skip!r}"
 )
 

@@ -100,11 +100,14 @@ class LoadReport:
         return [
             *_rows("kept", ((n, "not stored, `like` keeps what it held") for n in self.kept)),
             *_rows("left out", ((n, "not selected, keeps what it held") for n in self.left_out)),
-            *_rows("skipped", ((n, "stored, and not asked for") for n in self.skipped)),
+            *_rows("skipped", ((n, "stored, and not requested") for n in self.skipped)),
             *_rows(
                 "mismatched",
                 (
-                    (name, f"stored {list(stored)}, asked {list(requested)}, kept what `like` held")
+                    (
+                        name,
+                        f"stored {list(stored)}, requested {list(requested)}; unchanged in `like`",
+                    )
                     for name, stored, requested in self.mismatched
                 ),
             ),

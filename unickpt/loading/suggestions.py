@@ -180,7 +180,7 @@ def _wrappers_text(pairs: Sequence[tuple[str, str]]) -> str:
 
 def _such_as(pairs: Sequence[tuple[str, str]]) -> str:
     count = f" ({len(pairs)} leaves)" if len(pairs) > 1 else ""
-    return f"{count}: asked {pairs[0][0]!r}, stored {pairs[0][1]!r}"
+    return f"{count}: requested {pairs[0][0]!r}, stored {pairs[0][1]!r}"
 
 
 # --- one component, or the beginning of the names, differs -------------------------------------
@@ -199,7 +199,7 @@ def _best_change(left: Mapping[str, str], stored_leaves: Mapping[str, str]) -> C
     if likeliest[0] < _SIMILAR:
         return None
     requested, stored = likeliest[1]
-    return Cause(f"did you mean: asked {requested!r}, stored {stored!r}?", (likeliest[1],))
+    return Cause(f"did you mean: requested {requested!r}, stored {stored!r}?", (likeliest[1],))
 
 
 def _is_near(change: Change) -> bool:
@@ -275,11 +275,11 @@ def _may_be_one(requested: str, stored: str) -> bool:
 def _change_text(change: Change, pairs: Sequence[tuple[str, str]]) -> str:
     requested, stored = (_shown(part, name) for part, name in zip(change, pairs[0], strict=True))
     if not change[0]:
-        what = f"stored under {stored!r}, but asked for without it"
+        what = f"stored under {stored!r}, but requested without it"
     elif not change[1]:
-        what = f"asked for under {requested!r}, but stored without it"
+        what = f"requested under {requested!r}, but stored without it"
     else:
-        what = f"asked {requested!r}, stored {stored!r}?"
+        what = f"requested {requested!r}, stored {stored!r}?"
     return f"{what}{_such_as(pairs)}. Rename it in `like`, or map the names with rules"
 
 

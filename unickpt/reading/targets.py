@@ -105,7 +105,7 @@ def put(data: Array, out: Array, what: str) -> None:
         cast = (data.real if real else data).astype(out.dtype)
         if not _holds(cast, data):
             raise LoadMismatch(
-                f"array {what}, asked for as {out.dtype}, which does not hold all its values; load "
+                f"array {what}, requested as {out.dtype}, which does not hold all its values; load "
                 "it with its stored dtype"
             )
         data = cast

@@ -115,7 +115,7 @@ def _without_maker(unmade: LeafFacts, unused: LeafFacts, explained: Set[str]) ->
     """Requested leaves that no rule makes."""
     for name, text, near in _unexplained(unmade, unused, explained):
         hint = "" if near is None else _missing_rule(near, name)
-        yield f"{text} is asked for, and no rule makes it{hint}"
+        yield f"{text} is requested, and no rule makes it{hint}"
 
 
 def _unexplained(
@@ -162,7 +162,7 @@ def _ties(
 
 def _tie(name: str, fact: Fact, tied: str, rule: str) -> str:
     lines = [
-        f"{name!r} ({fact}) is asked for, but no stored array is left for it",
+        f"{name!r} ({fact}) is requested, but no stored array is left for it",
         f"{tied!r} has the same shape. If the two are tied, or both are made of one stored array,",
         f"join them by `=`, as in `{tied} [...] = {name} [...]`, in",
         rule,

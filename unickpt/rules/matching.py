@@ -445,14 +445,14 @@ def _check_all_there(family: Family, have: LeafNames, want: LeafNames | None, pa
             if isinstance(rule.left, Nothing):  # no stored name shows it
                 raise ast.syntax_error(why, expr.position)
             raise Unfit(why, expr)
-    for side, names, verb in ((rule.left, have, "stored"), (rule.right, want, "asked for")):
+    for side, names, verb in ((rule.left, have, "stored"), (rule.right, want, "requested")):
         if names is None or isinstance(side, Nothing):
             continue
         for term in side:
             _check_term(family, term, names, verb, partly and names is want)
         makes = list(names_of(family, side)) if partly and names is want else []
         if makes and not any(name in names.facts for name in makes):
-            raise Lacks("nothing that it makes is asked for", exprs_of(side)[0], makes[0])
+            raise Lacks("nothing that it makes is requested", exprs_of(side)[0], makes[0])
 
 
 def names_of(family: Family, side: Terms | Nothing) -> Iterator[str]:

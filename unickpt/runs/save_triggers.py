@@ -92,12 +92,12 @@ class SaveTriggers:
             reason = group.agree(reason)
         elif reason == _PREEMPTED and group.count > 1:
             raise ValueError(
-                "this process was told to stop, but the others do not check for that: create the "
-                "Checkpointer with save_every=SaveEvery(preemption=True) on all processes"
+                "this process received a stop signal, but the others do not check for that: create "
+                "the Checkpointer with save_every=SaveEvery(preemption=True) on all processes"
             )
         if reason == _PREEMPTED and self._preempted_at is None:
             self._preempted_at = time.monotonic()
-            _log.info("told to stop: saving a last checkpoint, at step %d", step)
+            _log.info("stop signal received: saving a last checkpoint, at step %d", step)
         if self._preempted_at is not None:
             return saved_at < self._preempted_at
         return by_step or reason == _DUE

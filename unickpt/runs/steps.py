@@ -359,10 +359,10 @@ class Steps:
         base = self.loaded if self.loaded in below else max(below, default=None)
         ways = "remove them with delete(step), or save into another folder"
         if base is not None and self.roles is not None:
-            ways = f"to go on from step {base}, call drop_later_steps({base}) in each role first"
+            ways = f"to resume from step {base}, call drop_later_steps({base}) in each role first"
         elif base is not None:
             ways = (
-                f"to go on from step {base}, use Checkpointer(..., after={base}), or call "
+                f"to resume from step {base}, use Checkpointer(..., after={base}), or call "
                 f"drop_later_steps({base}) first; both remove the later steps"
             )
         return LaterStepsExist(

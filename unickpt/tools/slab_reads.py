@@ -163,7 +163,7 @@ class SlabSource(Slabs[WriteItem]):
         return True
 
     def digest(self, item: WriteItem) -> int:
-        raise AssertionError("asked of assumed replicas, and there are none")
+        raise AssertionError("requested of assumed replicas, and there are none")
 
     def fetch(self, item: WriteItem) -> StagedChunk:
         data, memory = self.take(item)

@@ -71,7 +71,7 @@ def test_a_model_loads_into_a_model_and_into_its_shapes(tmp_path: Path) -> None:
 
 def test_settings_that_differ_are_refused(tmp_path: Path) -> None:
     ours.save(tmp_path / "a", attention(4))
-    with pytest.raises(unickpt.LoadMismatch, match="num_heads: stored 4, asked 8"):
+    with pytest.raises(unickpt.LoadMismatch, match="num_heads: stored 4, requested 8"):
         ours.load(tmp_path / "a", attention(8))
     kept = ours.load(tmp_path / "a", attention(8, seed=1), static="keep")
     assert kept.num_heads == 8
@@ -79,8 +79,8 @@ def test_settings_that_differ_are_refused(tmp_path: Path) -> None:
     ours.save(tmp_path / "m", mixed())
     for settings, text in (
         ({"scale": 0.25}, "scale: stored 0.5, asked 0.25"),
-        ({"name": "x"}, "name: stored 'mixed', asked 'x'"),
-        ({"kinds": (1, 3)}, r"kinds: stored \(1, 2\), asked \(1, 3\)"),
+        ({"name": "x"}, "name: stored 'mixed', requested 'x'"),
+        ({"kinds": (1, 3)}, r"kinds: stored \(1, 2\), requested \(1, 3\)"),
     ):
         with pytest.raises(unickpt.LoadMismatch, match=text):
             ours.load(tmp_path / "m", mixed(**settings))
@@ -106,7 +106,7 @@ def test_numbers_of_the_tree_come_back(tmp_path: Path, value: Any) -> None:
     fresh["at"][1]["step"] = object if isinstance(value, str) else ""  # of another type
     with pytest.raises(unickpt.LoadMismatch, match="at/1/step: stored"):
         ours.load(tmp_path / "c", fresh, static="stored")
-    with pytest.raises(unickpt.LoadMismatch, match="name: stored 'mixed', asked 'x'"):
+    with pytest.raises(unickpt.LoadMismatch, match="name: stored 'mixed', requested 'x'"):
         ours.load(tmp_path / "c", {**saved, "model": mixed(name="x")}, static="stored")
 
 
@@ -125,12 +125,12 @@ class Size(enum.Enum):
 @pytest.mark.parametrize(
     ("stored", "asked", "text"),
     [
-        ({"heads": 4}, {"heads": 8}, "{'heads': 4}, asked {'heads': 8}"),
+        ({"heads": 4}, {"heads": 8}, "{'heads': 4}, requested {'heads': 8}"),
         (Config(4), Config(8), "Config(heads=4, kinds=('a', 'b'), act=...)"),
-        (jnp.float32, jnp.bfloat16, "stored float32, asked bfloat16"),
-        (np.dtype("i4"), np.dtype("i8"), "stored int32, asked int64"),
-        (frozenset({1, 2}), frozenset({1, 3}), "stored {1, 2}, asked {1, 3}"),
-        (Size.SMALL, Size.LARGE, "stored Size.SMALL, asked Size.LARGE"),
+        (jnp.float32, jnp.bfloat16, "stored float32, requested bfloat16"),
+        (np.dtype("i4"), np.dtype("i8"), "stored int32, requested int64"),
+        (frozenset({1, 2}), frozenset({1, 3}), "stored {1, 2}, requested {1, 3}"),
+        (Size.SMALL, Size.LARGE, "stored Size.SMALL, requested Size.LARGE"),
         ((Config(4),), (Config(5),), "(Config(heads=5"),
     ],
     ids=["dict", "dataclass", "jax_dtype", "dtype", "set", "enum", "nested"],
@@ -154,7 +154,7 @@ def test_equal_settings_are_equal_in_another_order_and_with_other_functions(
 
 def test_settings_whose_names_have_slashes_are_told_apart(tmp_path: Path) -> None:
     ours.save(tmp_path / "c", {"a/b": 2, "a": {"b": 3}})
-    with pytest.raises(unickpt.LoadMismatch, match="a%2Fb: stored 2, asked 9"):
+    with pytest.raises(unickpt.LoadMismatch, match="a%2Fb: stored 2, requested 9"):
         ours.load(tmp_path / "c", {"a/b": 9, "a": {"b": 3}})
 
 

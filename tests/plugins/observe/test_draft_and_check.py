@@ -208,7 +208,7 @@ def test_only_some_chunks_are_read(tmp_path: Path) -> None:
 
 
 def test_rules_that_do_not_fit(square: Any) -> None:
-    with pytest.raises(RuleError, match=r"'v'.*is asked for, but no stored array"):
+    with pytest.raises(RuleError, match=r"'v'.*is requested, but no stored array"):
         Rules.parse("w <-> w").check({"w": square}, {"w": square, "v": square})
 
 
