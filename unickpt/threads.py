@@ -113,14 +113,14 @@ class Window:
 
     def __init__(self, budget_bytes: int, most: int | None = None) -> None:
         self._budget, self._most, self._held = budget_bytes, most, 0
-        self._work: deque[tuple[int, Callable[[], None]]] = deque()
+        self._work: deque[tuple[int, Callable[[], object]]] = deque()
 
     def make_room(self, nbytes: int) -> None:
         """Waits for the oldest work until `nbytes` more fit."""
         while self._work and (self._held + nbytes > self._budget or len(self._work) == self._most):
             self.wait_oldest()
 
-    def add(self, nbytes: int, wait: Callable[[], None]) -> None:
+    def add(self, nbytes: int, wait: Callable[[], object]) -> None:
         """Adds work that holds `nbytes` until `wait` returns."""
         self._held += nbytes
         self._work.append((nbytes, wait))

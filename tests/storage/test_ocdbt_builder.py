@@ -20,6 +20,35 @@ KEYS = st.binary(min_size=0, max_size=12)
 PATHS = st.sampled_from(["a", "d/0123", "d/01ab", "processes/x/00003/d/ff", "b"])
 
 
+def build(values: list[tuple[bytes, DataReference]], nodes: str) -> tuple[bytes, bytes]:
+    """A database of references.
+
+    Arguments:
+        values: keys and where their values are, in files below the database's folder.
+        nodes: the path of the file for the nodes, likewise.
+
+    Returns:
+        The manifest, and the content of the file for the nodes.
+    """
+    out = bytearray()
+
+    def place(node: bytes) -> DataReference:
+        reference = DataReference(nodes, len(out), len(node))
+        out.extend(node)
+        return reference
+
+    ordered = sorted(values, key=lambda value: value[0])
+    numbers = {
+        path: n for n, path in enumerate(sorted({reference.path for _, reference in ordered}))
+    }
+    places = [
+        (numbers[reference.path], reference.offset, reference.length) for _, reference in ordered
+    ]
+    run = builder.TreeEntries([key for key, _ in ordered], np.array(places, builder.PLACE_DTYPE))
+    manifest, _ = builder.encode([run], list(numbers), b"", place)
+    return manifest, bytes(out)
+
+
 def found(manifest: bytes, node_file: bytes) -> ocdbt.Tree:
     def fetch(reference: DataReference) -> bytes:
         assert reference.path == "nodes"
@@ -42,7 +71,7 @@ def found(manifest: bytes, node_file: bytes) -> ocdbt.Tree:
 def test_every_reference_is_found(values: dict[str, DataReference], entries: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(builder, "_ENTRIES", entries)
-        built = builder.build([(key.encode(), at) for key, at in values.items()], "nodes")
+        built = build([(key.encode(), at) for key, at in values.items()], "nodes")
     tree = found(*built)
     assert {key: tree.find(key) for key in values} == values
     assert tree.find("\U0010ffff" * 9) is None
@@ -61,7 +90,7 @@ def test_tensorstore_reads_and_copies_it(
     below.mkdir()
     (below / "data").write_bytes(data)
     values = {f"w/c/{k}": DataReference("data", 131 * k, 131) for k in range(count)}
-    manifest, node_file = builder.build([(k.encode(), v) for k, v in values.items()], "nodes")
+    manifest, node_file = build([(k.encode(), v) for k, v in values.items()], "nodes")
     (below / "nodes").write_bytes(node_file)
     (below / "manifest.ocdbt").write_bytes(manifest)
     context = paths.context()
@@ -141,7 +170,7 @@ def test_the_checksum_is_the_one_that_is_checked(data: bytes) -> None:
 def test_keys_that_end_in_zeros_stay_apart() -> None:
     at = DataReference("a", 1, 2)
     values = [(b"k" + b"\0" * n, at) for n in range(50)]
-    (leaf,) = found(*builder.build(values, "nodes")).leaves()
+    (leaf,) = found(*build(values, "nodes")).leaves()
     assert leaf.keys == [key for key, _ in values]
 
 

@@ -8,7 +8,7 @@ from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from operator import eq, ge, gt, le, sub
+from operator import attrgetter, eq, ge, gt, le, sub
 from types import EllipsisType
 from typing import Any
 
@@ -103,35 +103,15 @@ def flat_range_to_boxes(shape: Sequence[int], start: int, stop: int) -> list[Box
         >>> [str(b) for b in flat_range_to_boxes((4, 3), 2, 10)]
         ['[0:1, 2:3]', '[1:3, 0:3]', '[3:4, 0:1]']
     """
-    shape = tuple(shape)
+    from unickpt.arrays.index_map import Digit, pull  # here, so that importing unickpt stays fast
+
     if not 0 <= start <= stop <= math.prod(shape):
-        raise ValueError(f"flat range [{start}, {stop}) does not lie within shape {shape}")
-    if start == stop:
-        return []
+        raise ValueError(f"flat range [{start}, {stop}) does not lie within shape {tuple(shape)}")
     if not shape:
-        return [Box((), ())]
-    row = math.prod(shape[1:])
-    first, last = start // row, (stop - 1) // row
-    if first == last:
-        inner = flat_range_to_boxes(shape[1:], start - first * row, stop - first * row)
-        return [_under(b, first, first + 1) for b in inner]
-    boxes: list[Box] = []
-    if start > first * row:
-        inner = flat_range_to_boxes(shape[1:], start - first * row, row)
-        boxes += [_under(b, first, first + 1) for b in inner]
-        first += 1
-    tail: list[Box] = []
-    if stop < (last + 1) * row:
-        inner = flat_range_to_boxes(shape[1:], 0, stop - last * row)
-        tail = [_under(b, last, last + 1) for b in inner]
-        last -= 1
-    if first <= last:
-        boxes.append(_under(Box.whole(shape[1:]), first, last + 1))
-    return boxes + tail
-
-
-def _under(box: Box, start: int, stop: int) -> Box:
-    return Box((start, *box.start), (stop, *box.stop))
+        return [Box((), ())] * (stop - start)
+    digits = tuple(Digit(n, 0, n, axis) for axis, n in enumerate(shape))
+    ranges = pull([digits], [start], [stop], tuple((0, n) for n in shape))
+    return sorted((Box(*zip(*axes, strict=True)) for axes in ranges), key=attrgetter("start"))
 
 
 def cut(box: Box, most: int) -> Iterator[Box]:

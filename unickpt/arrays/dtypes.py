@@ -14,36 +14,15 @@ from unickpt.quoting import quoted
 
 Array = np.ndarray[Any, Any]
 
-_NATIVE = [
-    "bool",
-    "int8",
-    "int16",
-    "int32",
-    "int64",
-    "uint8",
-    "uint16",
-    "uint32",
-    "uint64",
-    "float16",
-    "float32",
-    "float64",
-    "complex64",
-    "complex128",
-]
-_ML_DTYPES = [
-    "bfloat16",
-    "float8_e3m4",
-    "float8_e4m3",
-    "float8_e4m3b11fnuz",
-    "float8_e4m3fn",
-    "float8_e4m3fnuz",
-    "float8_e5m2",
-    "float8_e5m2fnuz",
-    "float8_e8m0fnu",
-    "float4_e2m1fn",
-    "int4",
-    "int2",
-]
+_NATIVE = (
+    "bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64",
+    "float16", "float32", "float64", "complex64", "complex128",
+)  # fmt: skip
+_ML_DTYPES = (
+    "bfloat16", "float8_e3m4", "float8_e4m3", "float8_e4m3b11fnuz", "float8_e4m3fn",
+    "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu", "float4_e2m1fn",
+    "int4", "int2",
+)  # fmt: skip
 # Dtypes that TensorStore's zarr3 driver lacks are stored as the same bits of another type.
 _STORED_AS = {"float8_e4m3": "uint8"}
 
@@ -61,12 +40,10 @@ _HINTS = {
 }
 
 
-def _named() -> dict[str, DType]:
-    named = {name: np.dtype(name) for name in _NATIVE}
-    return named | {n: np.dtype(getattr(ml_dtypes, n)) for n in _ML_DTYPES if hasattr(ml_dtypes, n)}
-
-
-_BY_NAME = _named()
+_BY_NAME: dict[str, DType] = {
+    **{name: np.dtype(name) for name in _NATIVE},
+    **{n: np.dtype(getattr(ml_dtypes, n)) for n in _ML_DTYPES if hasattr(ml_dtypes, n)},
+}
 _BY_DTYPE = {dtype: name for name, dtype in _BY_NAME.items()}
 
 

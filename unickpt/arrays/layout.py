@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import itertools
 import math
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -63,8 +65,7 @@ class Mesh:
 
     def coordinates(self, process: int) -> list[Coordinate]:
         """Coordinates of the devices that belong to `process`."""
-        hits = np.flatnonzero(self.grid == process)
-        return [tuple(int(c) for c in np.unravel_index(int(h), self.shape)) for h in hits]
+        return list(map(tuple, np.argwhere(self.grid == process).tolist()))
 
     def __str__(self) -> str:
         axes = ", ".join(f"{a}={n}" for a, n in zip(self.axes, self.shape, strict=True))
@@ -165,17 +166,14 @@ class Layout:
         the same processes hold is one box.
         """
         intervals = _process_intervals(self, tuple(shape))
-        starts = [
-            np.array([a for a, _ in dim_intervals], dtype=np.int64) for dim_intervals in intervals
-        ]
         boxes: dict[Box, tuple[int, ...]] = {}
         for coordinate in self.mesh.coordinates(process):
             box = self.box(shape, coordinate)
             if box.empty:
                 continue
             within = [
-                dim_intervals[int(np.searchsorted(dim_starts, n, "right")) - 1]
-                for dim_intervals, dim_starts, n in zip(intervals, starts, box.start, strict=True)
+                dim_intervals[bisect_right(dim_intervals, n, key=itemgetter(0)) - 1]
+                for dim_intervals, n in zip(intervals, box.start, strict=True)
             ]
             joined = Box(tuple(a for a, _ in within), tuple(b for _, b in within))
             if joined not in boxes:
@@ -206,10 +204,7 @@ def _process_intervals(
     """For each dimension the intervals of `Layout.process_intervals`."""
     pieces = [layout.intervals(shape, dim) for dim in range(len(shape))]
     filled = [[n for n, (a, b) in enumerate(dim_intervals) if a < b] for dim_intervals in pieces]
-    intervals = [
-        [dim_intervals[n] for n in which]
-        for dim_intervals, which in zip(pieces, filled, strict=True)
-    ]
+    intervals = [[p for p in dim_intervals if p[0] < p[1]] for dim_intervals in pieces]
     if all(filled) and not layout.mesh.has_one_device_each:
         owners = _owners(layout, [len(dim_intervals) for dim_intervals in pieces])[np.ix_(*filled)]
         for dim, dim_intervals in enumerate(intervals):

@@ -92,20 +92,19 @@ def command(
         _print_preview(plan, as_json)
         return
     written_as = options.save_options(budget, compression, quantize)
-    arguments: dict[str, Any] = {"rules": parsed_rules, "like": like, "options": written_as}
-    arguments |= {"overwrite": overwrite, "verify": verify}
-    arguments["to"] = format_name = options.checked_format(None, destination)
+    format_name = options.checked_format(None, destination)
     if format_name != writers.OWN and (compression or quantize):
         output.fail(f"--compression and --quantize are of unickpt's own format, not {format_name}")
-    _make("converted", opened, destination, as_json, **arguments)
+    made_by: dict[str, Any] = {"rules": parsed_rules, "overwrite": overwrite, "to": format_name}
+    made_by |= {"like": like, "verify": verify, "options": written_as}
+    _make("converted", opened, destination, as_json, **made_by)
 
 
 def _print_preview(plan: Preview, as_json: bool) -> None:
     rows = plan.rows
     if as_json:
-        output.print_json(
-            {"plan": [dataclasses.asdict(row) for row in rows], "doubts": list(plan.doubts)}
-        )
+        plan_rows = list(map(dataclasses.asdict, rows))
+        output.print_json({"plan": plan_rows, "doubts": list(plan.doubts)})
         return
     print_table(("stored", "", "made", "", "rule", "notes"), map(_cells, folded(rows)))
     inexact = sum("inexact" in row.notes for row in rows)
@@ -183,7 +182,6 @@ def export(
     }
     of_format: Any = {name: value for name, value in format_options.items() if value is not None}
     parsed_rules = options.read_rules(rules, inverse, size)
-    arguments: dict[str, Any] = {"rules": parsed_rules, "overwrite": overwrite}
     to = options.checked_format(to, destination)
     if to == writers.OWN:
         output.fail(f"say with --to which format to write: {', '.join(writers.names())}")
@@ -191,9 +189,11 @@ def export(
         writers.make_writer(to, of_format)
     except (ValueError, TypeError) as error:
         output.fail(str(error))
-    arguments |= {"verify": verify, "options": options.save_options(budget), "to": to, **of_format}
-    opened = options.source_of(source, hint, under)
-    _make("exported", opened, destination, as_json, **arguments)
+    _make(
+        "exported", options.source_of(source, hint, under), destination, as_json, to=to,
+        rules=parsed_rules, overwrite=overwrite, verify=verify,
+        options=options.save_options(budget), **of_format,
+    )  # fmt: skip
 
 
 def import_(
@@ -230,10 +230,9 @@ def import_(
             output.fail(f"{row.name!r} differs from the source: {row.problem}; import it again")
 
     written_as = options.save_options(budget)
-    arguments: dict[str, Any] = {"rules": parsed_rules, "overwrite": overwrite}
-    arguments["options"] = written_as
-    arguments["to"] = options.checked_format(writers.OWN, destination)
-    _make("imported", opened, destination, as_json, check=check, **arguments)
+    made_by: dict[str, Any] = {"rules": parsed_rules, "overwrite": overwrite}
+    made_by |= {"options": written_as, "to": options.checked_format(writers.OWN, destination)}
+    _make("imported", opened, destination, as_json, check=check, **made_by)
 
 
 def copy(
@@ -256,19 +255,15 @@ def copy(
     --json prints {url, arrays, bytes, borrowed, seconds}. Fields are only ever added.
     """
     with output.transfer() as progress:
+        most = budget or MOST_WORKING
         report = unickpt.copy(
-            source,
-            destination,
-            overwrite=overwrite,
-            budget_bytes=budget or MOST_WORKING,
-            progress=progress,
+            source, destination, overwrite=overwrite, budget_bytes=most, progress=progress
         )
     if as_json:
         output.print_json(dataclasses.asdict(report))
         return
-    brought = f", {report.borrowed:,} chunks came from checkpoints beside it" * bool(
-        report.borrowed
-    )
+    borrowed = report.borrowed
+    brought = f", {borrowed:,} chunks came from checkpoints beside it" if borrowed else ""
     print(
         f"copied {counted(report.arrays, 'array')}, {size_text(report.bytes)}, to "
         f"{output.clean(report.url)} in {report.seconds:.1f} s; every digest matches{brought}"

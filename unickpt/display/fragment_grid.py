@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from unickpt.arrays.box import Box
 from unickpt.arrays.layout import Layout
+from unickpt.trees import name_ranges
 
 BoxHolders = Sequence[tuple[Box, tuple[int, ...]]]
 Interval = tuple[int, int]
@@ -67,8 +68,7 @@ def grids(
     remarks = []
     if down is not None:
         remarks.append(f"dimension {down} runs down, dimension {across} to the right")
-    split = [d for d in other_dims if len({(f[0].start[d], f[0].stop[d]) for f in fragments}) > 1]
-    if split:
+    if split := _split(other_dims, fragments):
         pieces = " x ".join(str(len({f[0].start[d] for f in fragments})) for d in split)
         remarks.append(f"the first of {pieces} pieces along dimension {', '.join(map(str, split))}")
     for limit in range(_MAX_COLUMNS, 2, -1):
@@ -87,17 +87,14 @@ def _plane(shape: Sequence[int], fragments: BoxHolders) -> tuple[int | None, int
     """The dimensions that run down and to the right."""
     if len(shape) < 2:
         return None, 0 if shape else None
-    split = [
-        d
-        for d in range(len(shape))
-        if len({(box.start[d], box.stop[d]) for box, _ in fragments}) > 1
-    ]
-    dims = split[:2]
-    for d in range(len(shape)):
-        if len(dims) < 2 and d not in dims:
-            dims.append(d)
-    down, across = sorted(dims)
+    split = _split(range(len(shape)), fragments)
+    down, across = sorted(list(dict.fromkeys([*split[:2], *range(len(shape))]))[:2])
     return down, across
+
+
+def _split(dims: Iterable[int], fragments: BoxHolders) -> list[int]:
+    """Those dimensions along which fragments differ."""
+    return [d for d in dims if len({(box.start[d], box.stop[d]) for box, _ in fragments}) > 1]
 
 
 def _cuts(fragments: BoxHolders, dim: int | None) -> list[Interval]:
@@ -136,21 +133,14 @@ def numbers(items: Sequence[int]) -> str:
         >>> numbers([0, 1, 2, 3, 8]), numbers(range(0, 60, 2))
         ('0-3,8', '0,2,4,6,.. (30)')
     """
-    runs: list[list[int]] = []
-    for item in items:
-        if runs and item == runs[-1][-1] + 1:
-            runs[-1].append(item)
-        else:
-            runs.append([item])
-    texts = [str(r[0]) if len(r) == 1 else f"{r[0]}-{r[-1]}" for r in runs]
+    texts = name_ranges.runs(list(map(str, items)), "-")
     whole = ",".join(texts)
     if len(whole) < _LABEL_WIDTH:
         return whole
-    tail = f",.. ({len(items)})"
-    shown_texts = texts[:1]
-    while len(",".join(texts[: len(shown_texts) + 1])) + len(tail) < _LABEL_WIDTH:
-        shown_texts = texts[: len(shown_texts) + 1]
-    return ",".join(shown_texts) + tail
+    tail, count = f",.. ({len(items)})", 1
+    while len(",".join(texts[: count + 1])) + len(tail) < _LABEL_WIDTH:
+        count += 1
+    return ",".join(texts[:count]) + tail
 
 
 def _pick(cuts: list[Interval], limit: int) -> list[GridBand]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import cached_property
 from typing import Any
 
@@ -28,7 +29,7 @@ from unickpt.format.index import DIGESTS_KEY, ArrayEntry, Index
 from unickpt.format.reader import Request
 from unickpt.storage import ocdbt
 from unickpt.storage.database import Database
-from unickpt.storage.errors import Damaged, Failed, reading_failed
+from unickpt.storage.errors import Damaged, Failed, reading, reading_failed
 from unickpt.storage.kvstore import asking
 
 # Opening an array costs TensorStore about 80 us, which dominates for a small chunk. Below this size
@@ -256,7 +257,7 @@ class ChunkStore:
         Raises:
             CheckpointCorrupt: it is missing, unreadable or has a different length.
         """
-        try:
+        try:  # not `naming_key`: every load comes here
             data = self.values.read(key, length)
         except Failed as error:
             raise self.explained(error, f"key {key!r}") from error
@@ -268,10 +269,8 @@ class ChunkStore:
         self, key: str, start: int, length: int, *, may_be_sparse: bool = False
     ) -> bytes:
         """Some bytes of one key, of which zeros may be holes of a file. Raises as `read_key`."""
-        try:
+        with self.naming_key(key):
             return self.values.read_range(key, start, length, may_be_sparse=may_be_sparse)
-        except Failed as error:
-            raise self.explained(error, f"key {key!r}") from error
 
     def key_length(self, key: str) -> int | None:
         """The length of a key's value in bytes, without reading it; None if the key is missing.
@@ -279,10 +278,18 @@ class ChunkStore:
         Raises:
             CheckpointCorrupt: the database is damaged.
         """
-        try:
+        try:  # as in `read_key`
             return self.values.length(key)
         except Failed as error:
             raise self.explained(error, f"key {key!r}") from error
+
+    def naming_key(self, key: str) -> AbstractContextManager[None]:
+        """Within the block, a failure of the storage is an error that names a key."""
+        return reading(f"key {key!r}", self.explained)
+
+    def naming_array(self, entry: ArrayEntry) -> AbstractContextManager[None]:
+        """Within the block, a failure of the storage is an error that names an array."""
+        return reading(f"array {entry.name!r}", self.explained)
 
     def explained(self, error: Failed, what: str) -> Exception:
         """What to raise for a failure to read something: damage, the storage's fault, or another's
@@ -367,10 +374,7 @@ class ChunkDigests:
         return digest_table.TableBlocks(blocks, self._index.chunks, self._read_range).rows
 
     def _read_range(self, offset: int, length: int) -> bytes:
-        try:
-            return self._chunks.values.read_range(DIGESTS_KEY, offset, length)
-        except Failed as error:
-            raise self._chunks.explained(error, "the digest table") from error
+        return self._chunks.read_range(DIGESTS_KEY, offset, length)
 
     def read(self) -> digest_table.Table:
         """The digest table; its length is checked against the index before it is read. Raises as

@@ -8,8 +8,7 @@ old, for the chunk.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -101,7 +100,7 @@ class ChunkValues:
             return ()
         lent = self._borrowed.links(entry, part, number)
         values: list[Value] = []
-        with self._naming(entry):
+        with self._own.naming_array(entry):
             while len(values) <= _MOST:
                 link = len(values) + FULL_LINK
                 value = self._value(part, number, link, lent.get(link))
@@ -121,14 +120,6 @@ class ChunkValues:
             linked_part = part
         return Value(store, linked_part, base)
 
-    @contextmanager
-    def _naming(self, entry: ArrayEntry) -> Iterator[None]:
-        """Within the block, a failure of the storage is an error that names the array."""
-        try:
-            yield
-        except Failed as error:
-            raise self._own.explained(error, f"array {entry.name!r}") from error
-
     def where(self, entry: ArrayEntry, part: Part, number: int) -> DataReference | None:
         """The file and the bytes in which a whole chunk is stored, or the full chunk of a patched
         one; None if it is not in a file of this checkpoint, but missing, borrowed, or so small that
@@ -144,7 +135,7 @@ class ChunkValues:
     def place(self, entry: ArrayEntry, value: Value, number: int) -> bytes | DataReference | None:
         """The file and the bytes of a value of a chunk; of one in the B-tree, its bytes. Raises as
         `chain`."""
-        try:  # not `_naming`: this runs for each chunk
+        try:  # not `naming_array`: this runs for each chunk
             return value.store.values.tree.find(chunk_key(value.part, number))
         except Failed as error:
             raise self._own.explained(error, f"array {entry.name!r}") from error
@@ -157,7 +148,7 @@ class ChunkValues:
             return []
         places: list[bytes | DataReference | None] = [None] * len(chunks)
         keys = [chunk_key(part, number) for _, part, number in chunks]
-        with self._naming(chunks[0][0]):
+        with self._own.naming_array(chunks[0][0]):
             for leaf, which, positions in self._own.values.tree.find_all(keys):
                 for index, position in zip(which, positions, strict=True):
                     places[index] = leaf.find(position)
@@ -166,7 +157,7 @@ class ChunkValues:
     def check_end(self, entry: ArrayEntry, value: Value, number: int) -> None:
         """Checks that the last byte of a value of a chunk is there. Raises as `read_value`."""
         values, key = value.store.values, chunk_key(value.part, number)
-        with self._naming(entry):
+        with self._own.naming_array(entry):
             values.has(key, values.length(key) or 0)
 
     def read_value(self, entry: ArrayEntry, value: Value, number: int) -> bytes:
@@ -177,7 +168,7 @@ class ChunkValues:
             StorageError: it cannot be read.
         """
         key = chunk_key(value.part, number)
-        with self._naming(entry):
+        with self._own.naming_array(entry):
             stored = value.store.values.read(key)
         if stored is None:
             raise self._own.damaged(f"key {key!r} is missing in {value.store.location}")

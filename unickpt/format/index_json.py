@@ -7,7 +7,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import lru_cache
 from typing import Annotated, Any, NamedTuple, TypeVar
 
@@ -48,9 +48,7 @@ _SEAL = re.compile(rb',"xxh3":"([0-9a-f]{16})"}\Z')
 _DIGEST = re.compile(r"[0-9a-f]{16}")
 _Extent = Annotated[int, Meta(ge=0, lt=MAX_EXTENT)]
 _Positive = Annotated[int, Meta(ge=1, lt=MAX_EXTENT)]
-_Error = Annotated[float, Meta(ge=0)]
 _Extents = tuple[_Extent, ...]
-_Errors = tuple[_Error, _Error]
 _Digest = Annotated[str, Meta(pattern=r"^[0-9a-f]{16}$", max_length=16)]
 _Blobs = list[list[Any]]
 _Blob = tuple[_Extent, _Digest, Annotated[int, Meta(ge=1)] | None]
@@ -65,11 +63,6 @@ class _MeshBody(msgspec.Struct, frozen=True):
 class _LayoutBody(msgspec.Struct):
     mesh: _Extent
     dims: tuple[tuple[str, ...], ...]
-
-
-class _BaseBody(msgspec.Struct):
-    name: str
-    manifest: str
 
 
 class _PatchesBody(msgspec.Struct):
@@ -143,7 +136,7 @@ class _IndexBody(msgspec.Struct):
     digests: str
     tree: Any = None
     digest_blocks: list[Any] = []
-    bases: list[_BaseBody] = []
+    bases: tuple[BaseEntry, ...] = ()
     borrowed: list[Any] = []
     extra: dict[str, Any] = {}
 
@@ -177,7 +170,10 @@ def encode(index: Index) -> bytes:
         "aliases": dict(index.aliases),
         "values": {name: tree_json.value_to_json(v) for name, v in index.values.items()},
         "per_process": {
-            name: [_blob_to_json(*entry.of(p)) for p in range(len(entry.blobs))]
+            name: [
+                [size, f"{digest:016x}", *([head] if head else [])]
+                for size, digest, head in map(entry.of, range(len(entry.blobs)))
+            ]
             for name, entry in index.per_process.items()
         },
         "codecs": [codec for encoding in encodings for codec in codecs.as_codecs(encoding)],
@@ -216,7 +212,7 @@ def _references_to_json(index: Index) -> dict[str, Any]:
     if not index.bases:
         return {}
     return {
-        "bases": [{"name": base.name, "manifest": base.manifest} for base in index.bases],
+        "bases": list(map(asdict, index.bases)),
         "borrowed": [index.borrowed, index.borrowed_xxh3],
     }
 
@@ -244,21 +240,20 @@ def with_references(data: bytes, index: Index) -> bytes:
     replaced_keys = {"bases", "borrowed", "extra", "features", "xxh3"}
     features = set(tree_json.parsed(stored["features"])) - {REFERENCES}
     extra = tree_json.parsed(stored["extra"]) if "extra" in stored else {}
-    incremental = {**extra.pop(_INCREMENTAL, {}), "reused": index.reused}
-    if not index.reused:
-        del incremental["reused"]
-    if incremental:
-        extra[_INCREMENTAL] = incremental
+    incremental = extra.pop(_INCREMENTAL, {})
+    incremental.pop("reused", None)
+    incremental |= {"reused": index.reused} if index.reused else {}
+    extra |= {_INCREMENTAL: incremental} if incremental else {}
+    features |= {REFERENCES} if index.bases else set()
+    members = {key: raw for key, raw in stored.items() if key not in replaced_keys}
     changed = {
-        "features": sorted(features | ({REFERENCES} if index.bases else set())),
+        "format": members.pop("format"),
+        "features": sorted(features),
+        **members,
         **_references_to_json(index),
         **({"extra": extra} if extra else {}),
     }
-    members = {key: bytes(raw) for key, raw in stored.items() if key not in replaced_keys}
-    head = {"format": members.pop("format"), "features": _text(changed.pop("features")).encode()}
-    last = {key: _text(value).encode() for key, value in changed.items()}
-    parts = [b"%b:%b" % (_text(k).encode(), v) for k, v in {**head, **members, **last}.items()]
-    return _sealed(b"{%b" % b",".join(parts))
+    return _sealed(tree_json.ENCODER.encode(changed)[:-1])
 
 
 _TEXT = json.JSONEncoder(separators=(",", ":"), allow_nan=False, ensure_ascii=False)
@@ -272,38 +267,25 @@ def _arrays_to_json(
     encodings: dict[Encoding, int],
 ) -> bytes:
     """The JSON of all arrays. Numbers the meshes, layouts and encodings."""
-    layout_numbers: dict[int, int] = {}  # by identity: comparing layouts takes longer
+    numbers: dict[int, int] = {}  # of layouts, by identity: comparing layouts takes longer
     bodies = {}
     for entry in entries:
-        layout, layout_number = entry.layout, None
-        if layout is not None:
-            layout_number = layout_numbers.get(id(layout))
-            if layout_number is None:
-                meshes.setdefault(layout.mesh, len(meshes))
-                layout_number = layout_numbers[id(layout)] = layouts.setdefault(
-                    layout, len(layouts)
-                )
-        encoding = entry.encoding
-        number = encodings.setdefault(encoding, len(encodings)) if encoding else None
-        bodies[entry.name] = _array_body(entry, layout_number, number)
+        layout, encoding, boxes = entry.layout, entry.encoding, entry.boxes
+        if layout is not None and id(layout) not in numbers:
+            meshes.setdefault(layout.mesh, len(meshes))
+            numbers[id(layout)] = layouts.setdefault(layout, len(layouts))
+        bodies[entry.name] = _ArrayBody(
+            entry.shape,
+            entry.dtype,
+            entry.chunk,
+            encodings.setdefault(encoding, len(encodings)) if encoding else UNSET,
+            UNSET if layout is None else numbers[id(layout)],
+            entry.cut or UNSET,
+            UNSET if boxes is None else [(box.start, box.stop, pids) for box, pids in boxes],
+            UNSET if entry.prng is None else entry.prng,
+            _array_extra(entry),
+        )
     return tree_json.ENCODER.encode(bodies)
-
-
-def _array_body(entry: ArrayEntry, layout: int | None, codec: int | None) -> _ArrayBody:
-    boxes: Any = UNSET
-    if entry.boxes is not None:
-        boxes = [(box.start, box.stop, holders) for box, holders in entry.boxes]
-    return _ArrayBody(
-        entry.shape,
-        entry.dtype,
-        entry.chunk,
-        UNSET if codec is None else codec,
-        UNSET if layout is None else layout,
-        entry.cut or UNSET,
-        boxes,
-        UNSET if entry.prng is None else entry.prng,
-        _array_extra(entry),
-    )
 
 
 def _array_extra(entry: ArrayEntry) -> dict[str, Any] | UnsetType:
@@ -521,7 +503,7 @@ def _digest_blocks(members: _IndexBody) -> DigestBlocks | None:
 
 def _borrowed(members: _IndexBody) -> dict[str, Any]:
     """What is borrowed, and from which checkpoints beside this one."""
-    bases = tuple(BaseEntry(base.name, base.manifest) for base in members.bases)
+    bases = members.bases
     if not bases:
         return {}
     for base in bases:
@@ -639,21 +621,15 @@ def _array(name: str, body: _ArrayBody, shared: _SharedParts, partial: bool) -> 
     if (layout is None) == (boxes is None):
         raise BadJSON(f"array {quoted(name)}: needs either a layout or boxes")
     prng = None if body.prng is UNSET else body.prng
-    entry = ArrayEntry(
-        name, shape, body.dtype, chunk, layout, cut, boxes, prng,
-        encoding=_encoding(name, body, shared.codecs),
-    )  # fmt: skip
+    entry = ArrayEntry(name, shape, body.dtype, chunk, layout, cut, boxes, prng)
+    if body.codec is not UNSET:
+        number, count = body.codec, len(shared.codecs)
+        if not 0 <= number < count:
+            raise BadJSON(f"array {quoted(name)}: there is no codec {number} of {count}")
+        entry.encoding = shared.codecs[number]
     if body.extra is not UNSET or entry.codec is not None:
         _add_extra(entry, {} if body.extra is UNSET else body.extra)
     return entry
-
-
-def _encoding(name: str, body: _ArrayBody, encodings: Sequence[Encoding]) -> Encoding | None:
-    if body.codec is UNSET:
-        return None
-    if not 0 <= body.codec < len(encodings):
-        raise BadJSON(f"array {quoted(name)}: there is no codec {body.codec} of {len(encodings)}")
-    return encodings[body.codec]
 
 
 def _add_extra(entry: ArrayEntry, extra: Mapping[str, Any]) -> None:
@@ -701,10 +677,6 @@ def _boxes(
     if overlap(plain) is not None if partial else not fill_exactly(whole, plain):
         raise BadJSON(f"{where} overlap")
     return tuple(boxes)
-
-
-def _blob_to_json(size: int, digest: int, head: int) -> list[Any]:
-    return [size, f"{digest:016x}", *([head] if head else [])]
 
 
 def _per_process(blobs: Any, where: str) -> PerProcessEntry:

@@ -11,27 +11,12 @@ from urllib.parse import quote
 import numpy as np
 import tensorstore as ts
 
-from unickpt.errors import (
-    CheckpointCorrupt,
-    CheckpointNotFound,
-    UnickptError,
-    UnsupportedFormat,
-)
-from unickpt.format import (
-    chunk_grid,
-    chunk_store,
-    digest_table,
-    index_json,
-)
+from unickpt.errors import CheckpointCorrupt, CheckpointNotFound, UnickptError, UnsupportedFormat
+from unickpt.format import chunk_grid, chunk_store, digest_table, index_json
 from unickpt.format.chunk_grid import Part
 from unickpt.format.chunk_store import ChunkDigests, ChunkStore
 from unickpt.format.index import FORMAT as NUMBER
-from unickpt.format.index import (
-    INDEX_KEY,
-    ArrayEntry,
-    BaseEntry,
-    Index,
-)
+from unickpt.format.index import INDEX_KEY, ArrayEntry, BaseEntry, Index
 from unickpt.format.reader import ParallelMap, Reader, Request
 from unickpt.storage import errors, ocdbt, paths
 from unickpt.storage.database import Database
@@ -63,7 +48,7 @@ def open(location: Location, context: ts.Context | None = None) -> OcdbtReader |
         UnsupportedFormat: it needs what this unickpt does not know; says what.
         StorageError: the storage failed.
     """
-    try:
+    try:  # not `errors.reading`: every load comes here
         pinned = Database(location, context or paths.context()).pinned()
     except Failed as error:
         raise errors.reading_failed(error, str(location)) from error
@@ -180,12 +165,10 @@ class OcdbtReader(Reader):
         self.digests_of(entry.name)
         if math.prod(entry.chunk) * entry.itemsize <= chunk_store.BELIEVED:
             return
-        try:
+        with self.chunks.naming_array(entry):
             for part in chunk_grid.parts(entry)[:1]:
                 value = self.chunk_values.of(entry, part, 0)[0]
                 value.store.check_backed(entry, value.part, 0)
-        except Failed as error:
-            raise self.chunks.explained(error, f"array {entry.name!r}") from error
 
     def part_url(self, part: Part) -> str:
         if self.index.bases:
@@ -205,11 +188,9 @@ class OcdbtReader(Reader):
                 f"{self.location}: {entry.composed} chunks of array {entry.name!r} are stored as "
                 "patches (SaveOptions.reuse), which TensorStore does not know; read it by slicing"
             )
-        try:
+        with self.chunks.naming_array(entry):
             self.chunks.values.check(part.key)
             return self.chunks.array(entry, part)
-        except Failed as error:
-            raise self.chunks.explained(error, f"array {entry.name!r}") from error
 
     def per_process(self, name: str, of: Sequence[int] | None = None) -> tuple[StoredValue, ...]:
         from unickpt.format.process_values import stored_value  # only where there are some

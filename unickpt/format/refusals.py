@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 import tensorstore as ts
 
 from unickpt.errors import CheckpointCorrupt
@@ -9,7 +11,6 @@ from unickpt.format import index_json
 from unickpt.format.index import INDEX_KEY
 from unickpt.storage import errors
 from unickpt.storage.database import Database
-from unickpt.storage.errors import Failed
 from unickpt.storage.locations import Location
 
 
@@ -27,14 +28,10 @@ def refuse_unknown(location: Location, context: ts.Context, manifest: bytes | No
         UnsupportedFormat: names what is not known, and says what to do.
         StorageError: the storage failed.
     """
-    try:
+    data = None
+    with suppress(CheckpointCorrupt), errors.reading(location):
         pinned = Database(location, context, manifest)
         database = pinned if manifest is not None else pinned.pinned()
         data = None if database is None else database.reader().read(INDEX_KEY)
-    except Failed as error:
-        raised = errors.reading_failed(error, str(location))
-        if isinstance(raised, CheckpointCorrupt):
-            return
-        raise raised from error
     if data is not None:
         index_json.check_known(bytes(data), str(location))

@@ -10,7 +10,7 @@ from unickpt.format import codec
 from unickpt.format.chunk_store import ChunkStore
 from unickpt.format.index import BORROWED_KEY, DIGESTS_KEY, INDEX_KEY, extra_key
 from unickpt.format.reader import ParallelMap, Reader
-from unickpt.storage.errors import Failed
+from unickpt.storage.errors import reading
 from unickpt.threads import in_batches
 from unickpt.trees import tree, tree_json
 
@@ -66,18 +66,12 @@ class KeyChecks:
         own_values = index.chunks - borrowed
         own_values += sum(entry.additions for entry in index.arrays.values())
         implied = len(expected) + own_values + blobs + len(keys)
-        key_count = self._count_keys()
+        with reading("its manifest", self._chunks.explained):
+            key_count = self._chunks.database.facts().keys  # in its manifest
         if key_count != implied:
             # Counted, not listed: a few hostile nodes that share children can make any number of
             # keys.
             yield "", f"the database has {key_count} keys, but the index implies {implied}"
-
-    def _count_keys(self) -> int:
-        """The number of keys in the database according to its manifest; lists none."""
-        try:
-            return self._chunks.database.facts().keys
-        except Failed as error:
-            raise self._chunks.explained(error, "its manifest") from error
 
     def _different(self, expected: Sequence[tuple[str, bytes]]) -> list[str]:
         """The keys whose stored value differs from the expected one."""
@@ -98,15 +92,11 @@ class KeyChecks:
         for key in keys:
             try:
                 if key in requested:
-                    yield bytes(requested[key].result().value)
+                    with self._chunks.naming_key(key):
+                        yield bytes(requested[key].result().value)
                 else:
                     yield self._chunks.read_key(key)
             except CheckpointCorrupt:
-                yield None
-            except Failed as error:
-                raised = self._chunks.explained(error, f"key {key!r}")
-                if not isinstance(raised, CheckpointCorrupt):
-                    raise raised from error
                 yield None
 
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
+
+import msgspec
 
 from unickpt.errors import CheckpointCorrupt, CoverageError
 from unickpt.format.index import RESERVED
 
 UnitSteps = Mapping[str, Mapping[int, int]]
 """For each key, the step that the state of each unit is of."""
+_Step = Annotated[int, msgspec.Meta(ge=0)]
 _MEMBER = "experts"
 """Of the reserved metadata. Its member `steps` is read here; all others are the feature's."""
 
@@ -25,26 +28,11 @@ def stored(metadata: Mapping[str, Any], where: str) -> dict[str, dict[int, int]]
         return None
     try:
         steps = reserved[_MEMBER]["steps"]
-        return {
-            key: {_number(n): _step(s) for n, s in unit_steps.items()}
-            for key, unit_steps in steps.items()
-        }
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        return msgspec.convert(steps, dict[str, dict[int, _Step]], str_keys=True)
+    except (KeyError, TypeError, ValueError) as error:
         raise CheckpointCorrupt(
             f"{where}: what its metadata records of its experts is malformed: {error!r}"
         ) from None
-
-
-def _number(text: object) -> int:
-    if not isinstance(text, str):  # JSON has no other keys
-        raise TypeError(f"{text!r} is not text")
-    return int(text)
-
-
-def _step(value: object) -> int:
-    if type(value) is not int or value < 0:
-        raise ValueError(f"{value!r} is not a count")
-    return value
 
 
 def older(metadata: Mapping[str, Any], where: str) -> tuple[tuple[str, int, int], ...]:

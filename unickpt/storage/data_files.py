@@ -184,17 +184,14 @@ class _Object(DataFile):
         self._parts.append(part)
 
     def close(self) -> None:
-        self.path = f"{FOLDER}/{os.urandom(16).hex()}-{_milliseconds():x}-{self._end:x}"
+        milliseconds = time.time_ns() // 1_000_000
+        self.path = f"{FOLDER}/{os.urandom(16).hex()}-{milliseconds:x}-{self._end:x}"
         parts, self._parts = self._parts, []
         if parts:
             self._store.write(self.path, b"".join(parts)).result()
 
     def abandon(self) -> None:
         self._parts = []
-
-
-def _milliseconds() -> int:
-    return time.time_ns() // 1_000_000
 
 
 def written_in(name: str) -> tuple[float, int] | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -16,7 +16,7 @@ import xxhash
 from unickpt.arrays.dtypes import Array
 from unickpt.storage import ocdbt
 from unickpt.storage.btree import nodes
-from unickpt.storage.btree.nodes import DataReference, NodeColumn
+from unickpt.storage.btree.nodes import NodeColumn
 from unickpt.storage.errors import Damaged, Failed
 from unickpt.storage.kvstore import Future, KvStore
 from unickpt.storage.local_files import RegularFiles, system_calls
@@ -25,14 +25,10 @@ from unickpt.storage.ocdbt import DatabaseReader, ReadyResult
 
 # Values that are read together; larger ones are read into their destination.
 _MOST_BYTES = 128 << 10
-_RUN_BYTES = 2 << 20
 _GAP_BYTES = 4 << 10  # such as zarr metadata
 _MOST_TOGETHER = 512  # the system takes 1,024 pieces of memory at once; half may be gaps
 _PIECE_BYTES = 512 << 10  # which the cache of a core holds until it is hashed
 _MOST_AT_ONCE = 1 << 30  # a system call reads less than 2 GiB
-
-
-_Stored = tuple[int, int, str]  # where a value is in its file: offset, length; its key
 
 
 class LocalDatabaseReader(ocdbt.DatabaseReader):
@@ -55,34 +51,16 @@ class LocalDatabaseReader(ocdbt.DatabaseReader):
 
     def request_all(self, keys: Sequence[str]) -> dict[str, Future[Any] | ReadyResult]:
         """Reads values that lie beside each other in a file together."""
-        results: dict[str, Future[Any] | ReadyResult] = {}
+        lengths: dict[str, int] = {}
         with suppress(Failed):
-            values_by_path: dict[str, list[_Stored]] = {}
             for leaf, numbers, positions in self.tree.find_all(keys):
                 names = [keys[number] for number in numbers]
-                which, offsets = leaf.which[positions].tolist(), leaf.offsets[positions].tolist()
-                lengths = leaf.lengths[positions].tolist()
-                for key, file, offset, length in zip(names, which, offsets, lengths, strict=True):
-                    if file < 0:
-                        results[key] = ReadyResult(leaf.inline[offset : offset + length])
-                    elif length <= _MOST_BYTES:
-                        values_by_path.setdefault(leaf.files[file][0], []).append(
-                            (offset, length, key)
-                        )
-            for path, values in values_by_path.items():
-                values.sort()
-                for run in _runs(values):
-                    results |= self._read_run(path, run)
-        return results
-
-    def _read_run(self, path: str, run: Sequence[_Stored]) -> dict[str, ReadyResult]:
-        first = run[0][0]
-        end = max(offset + length for offset, length, _ in run)
-        data = memoryview(self._files.read(DataReference(path, first, end - first)))
-        return {
-            key: ReadyResult(data[offset - first : offset - first + length])
-            for offset, length, key in run
-        }
+                lengths |= zip(names, leaf.lengths[positions].tolist(), strict=True)
+        small = {key: length for key, length in lengths.items() if length <= _MOST_BYTES}
+        out = [np.empty(length, np.uint8) for length in small.values()]
+        done = self.read_into([*small], out, [*small.values()], [None] * len(small))
+        read = zip(small, out, done, strict=True)
+        return {key: ReadyResult(buffer.data) for key, buffer, is_done in read if is_done}
 
     def read_into(
         self,
@@ -198,19 +176,6 @@ def _show(look: ocdbt.OnRead | None, memory: memoryview) -> None:
         look(memory)
 
 
-def _runs(values: Sequence[_Stored]) -> Iterator[Sequence[_Stored]]:
-    """Splits values of a file, in the order of their offsets, where a gap ends a run."""
-    first = end = 0
-    for index, (offset, length, _) in enumerate(values):
-        far = offset - end > _GAP_BYTES or offset + length > values[first][0] + _RUN_BYTES
-        if index > first and far:
-            yield values[first:index]
-            first, end = index, 0
-        end = max(end, offset + length)
-    if values:
-        yield values[first:]
-
-
 @dataclass(frozen=True)
 class Database:
     """The database in a folder; it need not exist.
@@ -278,7 +243,11 @@ class Database:
         a second request that checks for a newer manifest.
         """
         read = self._read_manifest()
-        return None if read is None else replace(self, manifest=read[0], generation=read[1])
+        if read is None:
+            return None
+        pinned = replace(self, manifest=read[0], generation=read[1])
+        pinned.__dict__.update(_files=self._files)  # not looked up again
+        return pinned
 
     @cached_property
     def _manifest_store(self) -> Mapping[str, Any] | None:

@@ -8,8 +8,8 @@ unickpt or of a caller, and is not changed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 
 from unickpt.errors import CheckpointCorrupt, StorageError
 
@@ -62,25 +62,24 @@ def reading_failed(error: Failed, where: str) -> CheckpointCorrupt | StorageErro
 
 
 @contextmanager
-def reading(where: object) -> Iterator[None]:
-    """Within the block, a failure of the storage is the error that `reading_failed` makes of it.
+def reading(
+    where: object, failed: Callable[[Failed, str], Exception] = reading_failed
+) -> Iterator[None]:
+    """Within the block, a failure of the storage is the error that a function makes of it.
 
     Arguments:
         where: the path and the item in it, for the message.
+        failed: the function; takes the failure, and `where` as text.
     """
     try:
         yield
     except Failed as error:
-        raise reading_failed(error, str(where)) from error
+        raise failed(error, str(where)) from error
 
 
-@contextmanager
-def writing(where: object) -> Iterator[None]:
+def writing(where: object) -> AbstractContextManager[None]:
     """As `reading`, for any other failure; see `writing_failed`."""
-    try:
-        yield
-    except Failed as error:
-        raise writing_failed(error, str(where)) from error
+    return reading(where, writing_failed)
 
 
 def writing_failed(error: Failed, where: str, room: str = "") -> StorageError:

@@ -17,6 +17,7 @@ from unickpt import CheckpointCorrupt, CheckpointNotFound, LoadMismatch, Rules
 from unickpt.format import file_ranges
 from unickpt.format.reader import Request
 from unickpt.testing.thread_groups import Threads
+from unickpt.trees.tree import put
 from unickpt.types import Box
 
 ROWS, COLUMNS = 11, 70
@@ -38,11 +39,7 @@ def nested(flat: Mapping[str, Any]) -> dict[str, Any]:
     """Names with slashes as the nested dicts that they stand for."""
     root: dict[str, Any] = {}
     for name, value in flat.items():
-        *above, last = name.split("/")
-        level = root
-        for key in above:
-            level = level.setdefault(key, {})
-        level[last] = value
+        put(root, name.split("/"), value)
     return root
 
 

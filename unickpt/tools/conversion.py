@@ -113,12 +113,7 @@ def convert(
     if writer is not None:
         export = doors.need("names", "export")
         report: SaveReport = export(
-            view,
-            destination,
-            writer,
-            options,
-            overwrite=overwrite,
-            verify=verify,
+            view, destination, writer, options, overwrite=overwrite, verify=verify
         )
         call_metrics(options, report)
         return report

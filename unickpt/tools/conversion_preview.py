@@ -120,25 +120,18 @@ def _row(made: Made, facts: Mapping[str, Fact], users: Mapping[str, int]) -> Pre
     sources = _sources(made)
     made_of = ", ".join(fold(sources) if len({*map(skeleton, sources)}) == 1 else sources) or "-"
     source = ", ".join(dict.fromkeys(str(facts[name]) for name in sources))
-    notes = []
-    if not sources:
-        notes.append(f"constant {made.fills[0].value:g}" if made.fills else "constant")
-    if len(sources) > 1:
-        notes.append("joined")
-    if made.fills and sources:
-        notes.append("padded")
-    if made.cropped:
-        notes.append("padding left out")
-    if any(users[name] > 1 for name in sources):
-        notes.append("a part")
-    notes += _what_is_done(made)
-    if made.function is not None:
-        notes.append("function")
-    if not made.exact:
-        notes.append("inexact")
-    return PreviewRow(
-        made_of, source, made.name, str(made.fact), _position(made.rule), tuple(notes)
-    )
+    applies: dict[str, object] = {
+        f"constant {made.fills[0].value:g}" if made.fills else "constant": not sources,
+        "joined": len(sources) > 1,
+        "padded": made.fills and sources,
+        "padding left out": made.cropped,
+        "a part": any(users[name] > 1 for name in sources),
+        **dict.fromkeys(_what_is_done(made), True),
+        "function": made.function is not None,
+        "inexact": not made.exact,
+    }
+    notes = tuple(note for note, does in applies.items() if does)
+    return PreviewRow(made_of, source, made.name, str(made.fact), _position(made.rule), notes)
 
 
 def _what_is_done(made: Made) -> list[str]:

@@ -8,7 +8,6 @@ from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import tensorstore as ts
 import xxhash
@@ -31,13 +30,13 @@ from unickpt.format.index import BORROWED_KEY, INDEX_KEY, BaseEntry, Index
 from unickpt.format.ocdbt_reader import OcdbtReader
 from unickpt.format.reader import ChunkId
 from unickpt.format.refusals import refuse_unknown
-from unickpt.progress import Progress, ProgressFunction, reporting
+from unickpt.progress import Progress, reporting
 from unickpt.reading import checkpoint
 from unickpt.reading.verification import verify_opened
 from unickpt.storage import errors, locations, paths
 from unickpt.storage.database import Database
 from unickpt.storage.errors import Failed
-from unickpt.storage.kvstore import Future, KvStore, commit
+from unickpt.storage.kvstore import KvStore, commit
 from unickpt.storage.locations import Location
 from unickpt.storage.ocdbt import MANIFEST
 from unickpt.threads import Window, in_batches
@@ -115,40 +114,33 @@ def copy(
         raise UnsupportedFormat(
             f"{where}: the source is of the format {reader.format!r}; use unickpt.convert"
         )
+    index = reader.index
+    nbytes = sum(entry.nbytes for entry in index.arrays.values())
     try:
         source_version = version.version_at(origin)
         if source_version is None or source_version.digest != reader.manifest_digest:
             raise SaveConflict(f"{where}: the source was removed or replaced during the copy")
         if not source_version.attempt:
             raise CheckpointCorrupt("its manifest does not say which attempt made it")
-        with reporting(progress, "copying") as report_progress:
-            _copy(
-                reader, source_version, target, overwrite, budget_bytes, timeout_s, report_progress
-            )
+        copied = VersionCopy(origin, source_version, reader, target, budget_bytes)
+        with reporting(progress, "copying") as report:
+            _commit(copied, overwrite, timeout_s, lambda done: report(min(done, nbytes), nbytes))
     except CheckpointCorrupt as error:
         raise CheckpointCorrupt(f"{where}: {error}") from error
     except Failed as error:
-        nbytes = sum(entry.nbytes for entry in reader.index.arrays.values())
         room = locations.room_text(target, error, nbytes, target.path)
         raise errors.writing_failed(error, where, room) from error
-    index = reader.index
-    nbytes = sum(entry.nbytes for entry in index.arrays.values())
     took = time.monotonic() - started
     return CopyReport(target.url, len(index.arrays), nbytes, index.borrowed, took)
 
 
-def _copy(
-    reader: OcdbtReader,
-    source_version: Version,
-    destination: Location,
-    overwrite: bool,
-    budget_bytes: int,
-    timeout_s: float,
-    report_progress: ProgressFunction,
+def _commit(
+    copied: VersionCopy, overwrite: bool, timeout_s: float, progress: Callable[[int], None]
 ) -> None:
+    """Makes a copy where no other checkpoint is, unless that may be overwritten, and commits it."""
     context = paths.context()
-    origin, root = reader.location, Root(Database(destination, context))
-    foreign = destination.foreign_files()
+    origin, version_found, destination = copied.origin, copied.found, copied.destination
+    root, foreign = Root(Database(destination, context)), destination.foreign_files()
     if foreign or origin.url == destination.url:
         raise CheckpointExists(
             f"{destination} holds other files; choose a new or empty directory"
@@ -156,7 +148,7 @@ def _copy(
             else f"{destination} is the source itself"
         )
     before = root.read()
-    if before.digest and before.digest != source_version.digest:
+    if before.digest and before.digest != version_found.digest:
         if not overwrite:
             raise CheckpointExists(
                 f"{destination} already holds a checkpoint; pass overwrite=True (--overwrite on "
@@ -166,18 +158,14 @@ def _copy(
         if needed := borrowers.list_borrowers(destination, context):
             raise CheckpointExists(f"{destination} has chunks of {', '.join(needed[:3])}")
     destination.make(durable=True)
-    total = sum(entry.nbytes for entry in reader.index.arrays.values())
-    manifest, _ = VersionCopy(origin, source_version, reader, destination, budget_bytes).run(
-        resume=True,
-        progress=lambda done: report_progress(min(done, total), total),
-    )
-    if version.version_at(origin) != source_version:
+    manifest, _ = copied.run(resume=True, progress=progress)
+    if version.version_at(origin) != version_found:
         raise SaveConflict(f"{origin}: another save replaced it during the copy")
     if not root.replace(before, manifest, timeout_s):
         raise SaveConflict(f"{destination}: another job committed here during the copy")
     destination.sync(destination)
     for attempt in destination.child("processes").folders(context):
-        if attempt != source_version.attempt:
+        if attempt != version_found.attempt:
             destination.child(f"processes/{attempt}").remove(context)
 
 
@@ -232,7 +220,7 @@ class VersionCopy:
         copy_files(*arguments, without=spared, resume=resume, progress=progress)
         manifest = self._manifest(lent)
         try:
-            self._check(manifest, set() if check_held else spared)
+            self._check(manifest, () if check_held else spared)
             return manifest, () if lent is None else (lent.entry,)
         except StorageError as error:
             if not spared and not resume:
@@ -241,7 +229,7 @@ class VersionCopy:
             _log.info("%s: all of it is sent: %s", self.destination, error)
         copy_files(*arguments)
         manifest = self._manifest(None)
-        self._check(manifest, set())
+        self._check(manifest, ())
         return manifest, ()
 
     def _link(self, held_files: HeldFiles | None) -> set[str]:
@@ -294,7 +282,8 @@ class VersionCopy:
         folder.remove(context)  # of an interrupted copy
         database = Database(folder, context)
         store = database.store()
-        for batch in in_batches(borrowed_values(reader), _CHUNKS_AT_ONCE, 256 << 20, _nbytes):
+        values, most = borrowed_values(reader), 256 << 20
+        for batch in in_batches(values, _CHUNKS_AT_ONCE, most, lambda value: len(value[1])):
             transaction = ts.Transaction(atomic=True)
             adding = store.with_transaction(transaction)
             for written in [adding.write(key, value) for key, value in batch]:
@@ -304,25 +293,13 @@ class VersionCopy:
 
     def _check(self, manifest: bytes, spared: Collection[str]) -> None:
         """Checks the copy, except chunks in files that were not sent."""
-        check_copy(
-            self.origin, self.found.manifest, self.destination, manifest, self._skips(spared)
-        )
-
-    def _skips(self, spared: Collection[str]) -> Callable[[ChunkId], bool]:
-        reader = self.reader
-        if reader is None or not spared:
-            return _none
+        reader = self.reader if spared else None
 
         def skips(chunk: ChunkId) -> bool:
-            reference = reader.chunk_values.where(*chunk)
+            reference = None if reader is None else reader.chunk_values.where(*chunk)
             return reference is not None and reference.path in spared
 
-        return skips
-
-
-def _none(chunk: ChunkId) -> bool:
-    """Skips no chunk."""
-    return False
+        check_copy(self.origin, self.found.manifest, self.destination, manifest, skips)
 
 
 def _borrowing(index: Index, lent: HeldFiles) -> tuple[Index, dict[str, bytes | None]]:
@@ -341,10 +318,6 @@ def _borrowing(index: Index, lent: HeldFiles) -> tuple[Index, dict[str, bytes | 
         reused=lent.nbytes,
     )
     return index, {**changed, BORROWED_KEY: table}
-
-
-def _nbytes(value: tuple[str, bytes]) -> int:
-    return len(value[1])
 
 
 def copy_files(
@@ -390,15 +363,14 @@ def _copy_values(
     budget_bytes: int,
     progress: Callable[[int], None] | None = None,
 ) -> None:
-    window = Window(budget_bytes, _AT_ONCE)
-    done = 0
+    window, done = Window(budget_bytes, _AT_ONCE), 0
     try:
         for key in keys:
             read = reader.read(key).result()
             if read.state != "value":
                 raise CheckpointCorrupt(f"its file {key!r} is missing")
             window.make_room(len(read.value))
-            window.add(len(read.value), partial(_wait, writer.write(key, read.value)))
+            window.add(len(read.value), writer.write(key, read.value).result)
             done += len(read.value)
             if progress is not None:
                 progress(done)
@@ -413,10 +385,6 @@ def _settle(window: Window) -> None:
         with suppress(Failed):
             if not window.wait_oldest():
                 return
-
-
-def _wait(written: Future[Any]) -> None:
-    written.result()
 
 
 def check_copy(
@@ -437,10 +405,8 @@ def check_copy(
         CheckpointCorrupt: the original is damaged.
         StorageError: the copy is, or the storage failed.
     """
-    damage = _damage(destination, manifest, skips)
-    if damage:
-        at_origin = _damage(origin, original, _none)
-        if at_origin:
+    if damage := _damage(destination, manifest, skips):
+        if at_origin := _damage(origin, original, lambda chunk: False):
             raise CheckpointCorrupt(f"it is damaged: {at_origin}")
         raise StorageError(f"{destination}: what was written reads differently: {damage}")
 

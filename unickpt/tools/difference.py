@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -175,17 +176,15 @@ def _parts_of(
     both = [checkpoint.opened(source) for source in (first, second)]
     if not under:
         return both[0].reader, both[1].reader
-    readers: list[Reader] = []
     refused: list[LoadMismatch] = []
-    for opened in both:
+    for number, opened in enumerate(both):
         try:
-            readers.append(opened.under(under).reader)
+            both[number] = opened.under(under)
         except LoadMismatch as error:
-            readers.append(opened.reader)
             refused.append(error)
     if len(refused) == len(both):
         raise LoadMismatch("\n".join(map(str, refused)))
-    return readers[0], readers[1]
+    return both[0].reader, both[1].reader
 
 
 def _compared(
@@ -228,7 +227,7 @@ def _compared(
     return tuple(rows), len(both), read
 
 
-class ComparedViews:
+class ComparedViews(AbstractContextManager["ComparedViews"]):
     """Two checkpoints whose arrays are compared, box by box; a context manager.
 
     Arguments:
@@ -240,20 +239,17 @@ class ComparedViews:
         self._ours, self._theirs, self._options = ours, theirs, options
         self._readers = ChunkReader(ours.checkpoint), ChunkReader(theirs.checkpoint)
 
-    def __enter__(self) -> ComparedViews:
-        return self
-
     def __exit__(self, *_: object) -> None:
         for reader in self._readers:
             reader.close()
 
     def same_digests(self, mine: ArrayEntry, other: ArrayEntry) -> bool:
         """Whether digests alone prove that two arrays are equal."""
-        left = unchanged_entry(self._ours, mine.name)
-        right = unchanged_entry(self._theirs, other.name)
+        ours, theirs = self._ours, self._theirs
+        left, right = unchanged_entry(ours, mine.name), unchanged_entry(theirs, other.name)
         if left is None or right is None:
             return False
-        return same_digests(self._ours.checkpoint, left, self._theirs.checkpoint, right)
+        return same_digests(ours.checkpoint, left, theirs.checkpoint, right)
 
     def same_bits(self, mine: ArrayEntry, other: ArrayEntry) -> bool:
         """Whether arrays of the same shape have the same dtype and bits."""

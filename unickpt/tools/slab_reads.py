@@ -75,12 +75,8 @@ def read_boxes(
         for name, indices in numbers.items()
     }
     results = read_arrays(view.checkpoint, jobs_of(view, targets), options)
-    read = {
-        n: buffered
-        for name, indices in numbers.items()
-        for n, buffered in zip(indices, results[name], strict=True)
-    }
-    return [read[number] for number in range(len(boxes))]
+    of_array = {name: iter(buffers) for name, buffers in results.items()}
+    return [next(of_array[entry.name]) for entry, _ in boxes]
 
 
 def check_rest(stored: Reader, group: Group) -> None:

@@ -76,8 +76,8 @@ def _range(values: Sequence[str]) -> str:
     return "{" + ",".join(texts if len(texts) == 1 else values) + "}"
 
 
-def runs(numbers: Sequence[str]) -> list[str]:
-    """Ascending numbers, consecutive ones as one text.
+def runs(numbers: Sequence[str], dash: str = "..") -> list[str]:
+    """Ascending numbers, consecutive ones as one text, with `dash` between first and last.
 
     Example:
         >>> runs(["0", "1", "2", "5"])
@@ -89,4 +89,4 @@ def runs(numbers: Sequence[str]) -> list[str]:
             groups[-1].append(number)
         else:
             groups.append([number])
-    return [f"{run[0]}..{run[-1]}" if len(run) > 1 else run[0] for run in groups]
+    return [f"{run[0]}{dash}{run[-1]}" if len(run) > 1 else run[0] for run in groups]

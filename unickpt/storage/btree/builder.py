@@ -83,35 +83,6 @@ class _Placed(NamedTuple):
     value_bytes: int
 
 
-def build(values: Iterable[tuple[bytes, DataReference]], nodes: str) -> tuple[bytes, bytes]:
-    """A database of references.
-
-    Arguments:
-        values: keys and where their values are, in files below the database's folder.
-        nodes: the path of the file for the nodes, likewise.
-
-    Returns:
-        The manifest, and the content of the file for the nodes.
-    """
-    out = bytearray()
-
-    def place(node: bytes) -> DataReference:
-        reference = DataReference(nodes, len(out), len(node))
-        out.extend(node)
-        return reference
-
-    ordered = sorted(values, key=lambda value: value[0])
-    numbers = {
-        path: n for n, path in enumerate(sorted({reference.path for _, reference in ordered}))
-    }
-    places = [
-        (numbers[reference.path], reference.offset, reference.length) for _, reference in ordered
-    ]
-    run = TreeEntries([key for key, _ in ordered], np.array(places, PLACE_DTYPE))
-    manifest, _ = encode([run], list(numbers), b"", place)
-    return manifest, bytes(out)
-
-
 def encode(
     runs: Iterable[TreeEntries],
     files: Sequence[str],

@@ -343,14 +343,11 @@ class _Body:
         widths = ends - starts + 1
         if widths.max() > 10:
             raise Damaged(f"{self._name} holds a number of more than 64 bits")
-        out = np.zeros(count, np.uint64)
-        for k in range(int(widths.max())):
-            has_byte = widths > k
-            out[has_byte] |= (
-                raw[starts[has_byte] + k].astype(np.uint64) & np.uint64(127)
-            ) << np.uint64(7 * k)
-        self._at += int(ends[-1]) + 1
-        return out.reshape(shape)
+        digits = raw[: ends[-1] + 1].astype(np.uint64) & np.uint64(127)
+        shifts = 7 * (np.arange(len(digits)) - np.repeat(starts, widths))
+        self._at += len(digits)
+        numbers = np.bitwise_or.reduceat(digits << shifts.astype(np.uint64), starts)
+        return numbers.reshape(shape)
 
     def lengths(self, count: int) -> list[int]:
         """The next numbers, which are lengths of keys or paths."""
@@ -371,24 +368,19 @@ def _files(body: _Body, base: str, budget: NodeBudget) -> list[tuple[str, int]]:
     if count == 0:
         return []
     numbers = [0, *body.lengths(3 * count - 1)]  # the first path shares nothing with one before it
-    shared, suffix_lengths, bases = (
-        numbers[:count],
-        numbers[count : 2 * count],
-        numbers[2 * count :],
-    )
-    budget.take(count * (_ENTRY_BYTES + len(base)) + sum(shared) + sum(suffix_lengths))
+    shared, lengths, bases = numbers[:count], numbers[count : 2 * count], numbers[2 * count :]
+    budget.take(count * (_ENTRY_BYTES + len(base)) + sum(shared) + sum(lengths))
     out, path, offset = [], b"", 0
-    ends = body.take(sum(suffix_lengths))
-    for again, more, base_length in zip(shared, suffix_lengths, bases, strict=True):
+    ends = body.take(sum(lengths))
+    for again, more, base_length in zip(shared, lengths, bases, strict=True):
         if again > len(path) or base_length > again + more:
             raise Damaged("the paths of files in a node of the B-tree contradict each other")
         path, offset = path[:again] + ends[offset : offset + more], offset + more
         name = _text(path)
-        out.append(
-            (base + name, len(base) + (len(_text(path[:base_length])) if base_length else 0))
-        )
-        if name.startswith("/") or "\0" in name or ".." in out[-1][0].split("/"):
-            raise Damaged(f"{out[-1][0][:200]!r} lies outside the database")
+        whole = base + name
+        out.append((whole, len(base) + (len(_text(path[:base_length])) if base_length else 0)))
+        if name.startswith("/") or "\0" in name or ".." in whole.split("/"):
+            raise Damaged(f"{whole[:200]!r} lies outside the database")
     return out
 
 
@@ -404,18 +396,14 @@ def _keys(
 ) -> tuple[list[bytes], list[int]]:
     """The keys of a node; for an inner node also the prefix of the keys below each."""
     numbers = [0, *body.lengths((3 if is_inner else 2) * count - 1)]
-    shared, suffix_lengths, common = (
-        numbers[:count],
-        numbers[count : 2 * count],
-        numbers[2 * count :],
-    )
-    budget.take(sum(shared) + sum(suffix_lengths) + count * len(prefix))
-    ends = body.take(sum(suffix_lengths))
-    whole = list(map(add, shared, suffix_lengths))
+    shared, lengths, common = numbers[:count], numbers[count : 2 * count], numbers[2 * count :]
+    budget.take(sum(shared) + sum(lengths) + count * len(prefix))
+    ends = body.take(sum(lengths))
+    whole = list(map(add, shared, lengths))
     possible = max(whole) <= MOST_KEY_BYTES and all(map(le, shared[1:], whole))
     out: list[bytes] = []
     key, offset = prefix, 0
-    for again, more in zip(shared, suffix_lengths, strict=True) if possible else ():
+    for again, more in zip(shared, lengths, strict=True) if possible else ():
         key = key[: len(prefix) + again] + ends[offset : offset + more]
         offset += more
         out.append(key)
