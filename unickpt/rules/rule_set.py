@@ -285,7 +285,13 @@ class Rules(CompiledRules):
         return html.page("Rules", "", facts, html.table(("", "rule"), rows, len(texts)))
 
     def __str__(self) -> str:
-        return "\n".join([rule.written for rule in self.rules if not rule.lifted])
+        """The rules in the notation; a comment counts those from `lift` lines, which it lacks."""
+        lines = [rule.written for rule in self.rules if not rule.lifted]
+        if count := len(self.rules) - len(lines) + len(self.shared):
+            lines.append(
+                f"# not shown: {counted(count, 'rule')} of optimizer slots, from `lift` lines"
+            )
+        return "\n".join(lines)
 
 
 @dataclass
