@@ -119,7 +119,7 @@ class RunFeature:
         return None, {}
 
     def after_save(self, feature: SaveFeature | None, error: BaseException | None) -> None:
-        """Records that a save has ended.
+        """Records that a save has ended. What this raises is logged; it does not fail the save.
 
         Arguments:
             feature: with which it was saved; None if the call itself raised.

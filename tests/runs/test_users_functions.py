@@ -5,10 +5,14 @@ from __future__ import annotations
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 from support.processes import Processes
 
+import unickpt
+from unickpt import extend
 from unickpt.commit.lease import Lease, holder
 from unickpt.storage import paths
 from unickpt.storage.local_folders import FileLock
@@ -173,3 +177,30 @@ def test_a_process_that_is_forked_while_a_save_begins_waits_for_nothing(
     (said,) = processes.finish([processes.start(WHILE_SAVING, tmp_path / "run")])
     assert said.count("refused:") == 1
     assert "saved 1 2" in said
+
+
+def test_a_feature_that_fails_after_a_commit_does_not_fail_the_save(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Other features must not take the step for failed: it exists."""
+    heard: list[BaseException | None] = []
+
+    class Failing(extend.SaveFeature, extend.RunFeature):
+        name = "failing"
+
+        def in_run(self, run: extend.Run) -> extend.RunFeature:
+            return self
+
+        def after_save(self, feature: Any, error: BaseException | None) -> None:
+            heard.append(error)
+            raise RuntimeError("of another package")
+
+    options = unickpt.SaveOptions(fsync=False, features=[Failing()])
+    with unickpt.Checkpointer(tmp_path, options=options) as run:
+        assert run.save(1, {"w": np.ones(3)}).result().arrays == 1
+        with pytest.raises(unickpt.UnsupportedLeaf):
+            run.save(2, {"w": object()})
+        assert run.save(3, {"w": np.ones(3)}, wait=True).done()
+        assert run.steps() == [1, 3]
+    assert [type(error) for error in heard] == [type(None), unickpt.UnsupportedLeaf, type(None)]
+    assert caplog.text.count("Failing.after_save failed") == 3

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+import logging
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 from unickpt.features import Run, RunFeature, SaveCall, SaveFeature
@@ -10,6 +11,22 @@ from unickpt.format import ocdbt_reader
 from unickpt.options import SaveOptions
 from unickpt.runs.step_folder import StepFolder
 from unickpt.storage import paths
+
+_log = logging.getLogger("unickpt")
+
+Listener = tuple[RunFeature, SaveFeature | None]
+"""A feature that hears how a save ends, with its part in this save."""
+
+
+def save_ended(listeners: Iterable[Listener], error: BaseException | None) -> None:
+    """Calls `RunFeature.after_save`. A feature that fails changes nothing about the save: the step
+    exists, or its own error is raised; so what the feature raises is logged."""
+    for run_feature, feature in listeners:
+        try:
+            run_feature.after_save(feature, error)
+        except Exception:
+            ended = "committed" if error is None else "failed"
+            _log.exception("%s.after_save failed; the save %s", type(run_feature).__name__, ended)
 
 
 class RunFeatures:
@@ -36,13 +53,11 @@ class RunFeatures:
         """Whether steps refer to steps before them."""
         return any(run_feature.needs_steps_before for run_feature in self.of_run.values())
 
-    def before_save(
-        self, call: SaveCall
-    ) -> tuple[SaveOptions, dict[str, Any], list[tuple[RunFeature, SaveFeature]]]:
+    def before_save(self, call: SaveCall) -> tuple[SaveOptions, dict[str, Any], list[Listener]]:
         """The options with which a step is saved, what features say in its metadata, and those
         that hear how the save ends, each with its part in this save."""
         features, metadata = [], dict[str, Any]()
-        listeners: list[tuple[RunFeature, SaveFeature]] = []
+        listeners: list[Listener] = []
         for feature in self._options.all_features:
             more: Mapping[str, Any] = {}
             if (of_run := self.of_run.get(feature.name)) is not None:
@@ -55,8 +70,7 @@ class RunFeatures:
 
     def failed(self, error: BaseException) -> None:
         """Records that a call to save raised."""
-        for run_feature in self.of_run.values():
-            run_feature.after_save(None, error)
+        save_ended(((run_feature, None) for run_feature in self.of_run.values()), error)
 
     def loaded(self, step: int, path: str) -> None:
         """Records that the run resumes from a step, which was loaded from a path."""

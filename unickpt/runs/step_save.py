@@ -9,13 +9,14 @@ from functools import partial
 from typing import Any, Literal
 
 from unickpt.errors import CheckpointExists, UnsupportedLeaf
-from unickpt.features import RunFeature, SaveCall, SaveFeature
+from unickpt.features import SaveCall
 from unickpt.format.index import RESERVED
 from unickpt.options import SaveOptions
 from unickpt.quoting import first_few
 from unickpt.runs import lineage_notes
 from unickpt.runs.cleaning import Cleaning
 from unickpt.runs.lineage_notes import Lineage
+from unickpt.runs.run_features import Listener, save_ended
 from unickpt.runs.steps import Steps
 from unickpt.runs.tier_copies import Copying
 from unickpt.saving.background import SaveCallbacks
@@ -30,7 +31,7 @@ class StepSave:
         steps, cleaning, copying: of the run; only process 0 cleans and copies.
         call: what is saved.
         overwrite: whether it may replace a step.
-        features: those that hear how it ends, of the run and of this save.
+        listeners: features that hear how it ends.
     """
 
     def __init__(
@@ -40,14 +41,14 @@ class StepSave:
         copying: Copying | None,
         call: SaveCall,
         overwrite: bool,
-        features: Sequence[tuple[RunFeature, SaveFeature]],
+        listeners: Sequence[Listener],
     ) -> None:
         self._steps, self._cleaning, self._copying = steps, cleaning, copying
         self._call, self._step, self._is_coordinator = call, call.step, call.is_coordinator
         # Their names exactly str; none if they are no dict, which `metadata` refuses.
         metric_items = call.metrics.items() if isinstance(call.metrics, Mapping) else ()
         self._metrics = {str(plain_key(name)): value for name, value in metric_items}
-        self._overwrite, self._features = overwrite, features
+        self._overwrite, self._listeners = overwrite, listeners
         self._attempt = ""  # its name, once it is its turn
         self._lineage: Lineage | None = None  # if it is to be copied
 
@@ -153,13 +154,11 @@ class StepSave:
             else:
                 self._cleaning.own.add(self._attempt)
                 self._copying.start()
-        for of_run, feature in self._features:
-            of_run.after_save(feature, None)
+        save_ended(self._listeners, None)
 
     def _failed(self, error: BaseException) -> None:
         self._steps.failed[self._step] = error
-        for of_run, feature in self._features:
-            of_run.after_save(feature, error)
+        save_ended(self._listeners, error)
 
 
 def find_base(steps: Steps, is_needed: bool) -> str | None:
