@@ -34,7 +34,7 @@ class LoadReport:
         url: the checkpoint.
         loaded: the names of loaded leaves, in terms of `like` and in its order, if given.
         kept: leaves of `like` that are not stored; they keep what `like` held.
-        skipped: stored leaves that were not asked for: by `like`, or by `only=` and `skip=`.
+        skipped: stored leaves that were not requested: by `like`, or by `only=` and `skip=`.
         mismatched: leaves whose shape differs from the stored one and that keep what `like` held
             (`mismatched="keep"`): name, stored shape, requested shape.
         cast: arrays whose dtype was converted: name, stored dtype, requested dtype.
@@ -57,7 +57,7 @@ class LoadReport:
         >>> print(report)
         memory://run/partial: loaded 1 leaf, kept 1, skipped 1
           kept     new  not stored, `like` keeps what it held
-          skipped  old  stored, and not asked for
+          skipped  old  stored, and not requested
     """
 
     url: str
