@@ -59,7 +59,7 @@ class Units(Protocol):
             ValueError: says why that cannot be told.
         """
 
-    def check(self, found: Mapping[str, ArrayUnits]) -> None:
+    def check(self, units: Mapping[str, ArrayUnits]) -> None:
         """Checks what was found of all arrays together.
 
         Raises:
@@ -152,19 +152,19 @@ class Selection:
                 )
         return None
 
-    def check(self, found: Index | None, where: object) -> None:
+    def check(self, index: Index | None, where: object) -> None:
         """Checks that the first of `earlier` is as it was when the units were chosen.
 
         Arguments:
-            found: its index, now; None if it is gone.
+            index: its index, now; None if it is gone.
             where: the checkpoint that is saved.
 
         Raises:
             StorageError: it is not.
         """
-        if not self.earlier or (found is not None and found.attempt == self.earlier[0].attempt):
+        if not self.earlier or (index is not None and index.attempt == self.earlier[0].attempt):
             return
-        how = "gone, or no longer on this file system" if found is None else "replaced"
+        how = "gone, or no longer on this file system" if index is None else "replaced"
         raise StorageError(
             f"{where}: the {self.what} that this save does not write are in "
             f"{self.earlier[0].path}, which is {how}. Nothing was saved; the next save writes all "

@@ -172,20 +172,20 @@ class ExpertKeys:
             raise ValueError(f"several keys of `experts` match it: {', '.join(map(repr, texts))}")
         return texts[0] if texts else None
 
-    def check(self, found: Mapping[str, ArrayUnits]) -> None:
+    def check(self, units: Mapping[str, ArrayUnits]) -> None:
         """Checks that all arrays that are stacked under one key have the same experts.
 
         Raises:
             ValueError: names two arrays that differ.
         """
         first: dict[str, str] = {}
-        for name, units in found.items():
-            if units.axis is not None:
-                other = first.setdefault(units.key, name)
-                if found[other].numbers != units.numbers:
+        for name, array_units in units.items():
+            if array_units.axis is not None:
+                other = first.setdefault(array_units.key, name)
+                if units[other].numbers != array_units.numbers:
                     raise ValueError(
-                        f"{len(found[other].numbers)} experts are stacked in {other!r}, but "
-                        f"{len(units.numbers)} in {name!r}; give them different keys of `experts`"
+                        f"{len(units[other].numbers)} experts are stacked in {other!r}, but "
+                        f"{len(array_units.numbers)} in {name!r}; give them different keys of `experts`"
                     )
 
 

@@ -192,12 +192,14 @@ class OcdbtReader(Reader):
             self.chunks.values.check(part.key)
             return self.chunks.array(entry, part)
 
-    def per_process(self, name: str, of: Sequence[int] | None = None) -> tuple[StoredValue, ...]:
+    def per_process(
+        self, name: str, processes: Sequence[int] | None = None
+    ) -> tuple[StoredValue, ...]:
         from unickpt.format.process_values import stored_value  # only where there are some
 
         every = range(len(self.index.per_process[name].blobs))
-        processes = every if of is None else of
-        return tuple(stored_value(self.index, self.chunks, name, process) for process in processes)
+        selected = every if processes is None else processes
+        return tuple(stored_value(self.index, self.chunks, name, process) for process in selected)
 
     def damaged(self, reason: str) -> Exception:
         return self.chunks.damaged(reason)

@@ -201,12 +201,14 @@ class Reader(Protocol):
             "should be, load less at once with `only`, or into memory of your own with `like`"
         )
 
-    def per_process(self, name: str, of: Sequence[int] | None = None) -> tuple[StoredValue, ...]:
+    def per_process(
+        self, name: str, processes: Sequence[int] | None = None
+    ) -> tuple[StoredValue, ...]:
         """The encoded values of a per-process leaf, each read and verified when it is used.
 
         Arguments:
             name: of the leaf.
-            of: the processes whose values to read; all by default.
+            processes: the processes whose values to read; all by default.
 
         """
         raise KeyError(name)

@@ -261,20 +261,20 @@ class CommonOptions:
         return share(requested, 1 if is_per_process else processes_here(self.group))
 
     @classmethod
-    def or_default(cls, given: object) -> Self:
+    def or_default(cls, options: object) -> Self:
         """The given options; the default ones for None.
 
         Raises:
             TypeError: they are not options, or those of the other kind.
         """
-        if given is None:
+        if options is None:
             default: Self = _default(cls)  # type: ignore[arg-type]
             return default
-        if not isinstance(given, cls):
+        if not isinstance(options, cls):
             raise TypeError(
-                f"options must be unickpt.{cls.__name__}(...), not of type {type(given).__name__}"
+                f"options must be unickpt.{cls.__name__}(...), not of type {type(options).__name__}"
             )
-        return given
+        return options
 
     def check_common(self) -> None:
         """Checks these options.

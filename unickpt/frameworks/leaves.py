@@ -47,19 +47,19 @@ def _module(framework: str) -> Adapter:
     return cast(Adapter, importlib.import_module(f"unickpt.adapters.{framework}"))
 
 
-def job_group(given: Group | None = None, timeout_s: float | None = None) -> Group:
+def job_group(group: Group | None = None, timeout_s: float | None = None) -> Group:
     """The processes that save or load together: those given, else all of the job, as its frameworks
     report it.
 
     Arguments:
-        given: such as `LoadOptions.group`.
+        group: such as `LoadOptions.group`.
         timeout_s: how long they wait for each other, such as `LoadOptions.timeout_s`; None for as
             long as they do by themselves.
 
     Raises:
         ValueError: two frameworks each report a job.
     """
-    group = given or current_group(adapters())
+    group = group or current_group(adapters())
     return group if timeout_s is None else within(group, timeout_s)
 
 

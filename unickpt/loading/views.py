@@ -80,7 +80,9 @@ class View(Protocol):
     def recipe(self, name: str) -> Recipe:
         """The sources of an array of the index."""
 
-    def per_process(self, name: str, of: Sequence[int] | None = None) -> tuple[StoredValue, ...]:
+    def per_process(
+        self, name: str, processes: Sequence[int] | None = None
+    ) -> tuple[StoredValue, ...]:
         """As `Checkpoint.per_process`."""
 
     def check(self, options: LoadOptions) -> None:
@@ -165,8 +167,10 @@ class StoredView:
                 jobs.append(Job(targets, dict.fromkeys(targets, self.recipe(name))))
         return jobs
 
-    def per_process(self, name: str, of: Sequence[int] | None = None) -> tuple[StoredValue, ...]:
-        return self.checkpoint.per_process(self.renamed.get(name, name), of)
+    def per_process(
+        self, name: str, processes: Sequence[int] | None = None
+    ) -> tuple[StoredValue, ...]:
+        return self.checkpoint.per_process(self.renamed.get(name, name), processes)
 
     def check(self, options: LoadOptions) -> None:
         """Nothing: only rules make one array of two, or leave one out."""

@@ -83,9 +83,11 @@ class Subtree(Reader):
     def stored_bytes(self) -> int | None:
         return self.whole.stored_bytes()
 
-    def per_process(self, name: str, of: Sequence[int] | None = None) -> tuple[StoredValue, ...]:
+    def per_process(
+        self, name: str, processes: Sequence[int] | None = None
+    ) -> tuple[StoredValue, ...]:
         stored = self.whole.index.per_process
-        return self.whole.per_process(_inner({n: n for n in stored}, self.under)[name], of)
+        return self.whole.per_process(_inner({n: n for n in stored}, self.under)[name], processes)
 
     def damaged(self, reason: str) -> Exception:
         return self.whole.damaged(f"under {self.under!r}, {reason}")

@@ -116,8 +116,10 @@ class RuledView:
     def recipe(self, name: str) -> Recipe:
         return self._recipes[name]
 
-    def per_process(self, name: str, of: Sequence[int] | None = None) -> tuple[StoredValue, ...]:
-        return self.checkpoint.per_process(self._sources[name], of)
+    def per_process(
+        self, name: str, processes: Sequence[int] | None = None
+    ) -> tuple[StoredValue, ...]:
+        return self.checkpoint.per_process(self._sources[name], processes)
 
     def check(self, options: LoadOptions) -> None:
         """Checks that no data is lost with the stored arrays that are not read.
