@@ -332,7 +332,7 @@ def draw_save(picture: Picture) -> float:
     draw_saved_files(picture)
     returned, committed = row_top("write") - BREAK / 2, row_top("remove") - BREAK / 2
     picture.text(
-        20, returned + 4, "save_async returns: training goes on", Font(11, INDIGO, bold=True)
+        20, returned + 4, "save_async returns: training continues", Font(11, INDIGO, bold=True)
     )
     picture.line((296, returned), (LANES_END + 6, returned), color=INDIGO, dash="5 3")
     picture.text(
