@@ -185,7 +185,8 @@ class ExpertKeys:
                 if units[other].numbers != array_units.numbers:
                     raise ValueError(
                         f"{len(units[other].numbers)} experts are stacked in {other!r}, but "
-                        f"{len(array_units.numbers)} in {name!r}; give them different keys of `experts`"
+                        f"{len(array_units.numbers)} in {name!r}; give them different "
+                        "keys of `experts`"
                     )
 
 
