@@ -163,10 +163,6 @@ def _sampler(pieces: Mapping[Box, Any]) -> Sample:
     """Gathers elements on the devices of the pieces, and copies them to the host later."""
 
     def sample(indices: tuple[Array, ...]) -> Callable[[], Array]:
-        with unchecked():
-            return gather(indices)
-
-    def gather(indices: tuple[Array, ...]) -> Callable[[], Array]:
         parts = []
         for box, data in pieces.items():
             start, stop = box.start or (0,), box.stop or (1,)
@@ -175,10 +171,9 @@ def _sampler(pieces: Mapping[Box, Any]) -> Sample:
             if not inside.any():
                 continue
             where = tuple(i[inside] - a for i, a, _ in bounds)
-            if _on_cpu(data.sharding):
-                parts.append((inside, np.atleast_1d(np.asarray(data))[where]))
-            else:
-                parts.append((inside, jax.numpy.atleast_1d(data)[where]))
+            with unchecked():
+                numpy: Any = np if _on_cpu(data.sharding) else jax.numpy
+                parts.append((inside, numpy.atleast_1d(data)[where]))
 
         def bring() -> Array:
             out = np.empty(len(indices[0]), np.dtype(parts[0][1].dtype))

@@ -7,13 +7,9 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import jax
 
-_SETTINGS = (
-    "jax_debug_nans",
-    "jax_debug_infs",
-    "jax_transfer_guard_host_to_device",
-    "jax_transfer_guard_device_to_device",
-    "jax_transfer_guard_device_to_host",
-)
+_WAYS = ("host_to_device", "device_to_device", "device_to_host")
+_GUARDS = tuple(f"jax_transfer_guard_{way}" for way in _WAYS)
+_SETTINGS = ("jax_debug_nans", "jax_debug_infs", *_GUARDS)
 
 
 def unchecked() -> AbstractContextManager[None]:

@@ -11,7 +11,7 @@ import torch
 
 from unickpt.adapters.torch_distributed import TO_NUMPY
 from unickpt.arrays import dtypes
-from unickpt.errors import UnsupportedLeaf
+from unickpt.errors import LoadMismatch, UnsupportedLeaf
 from unickpt.frameworks.protocol import StoredTree
 from unickpt.trees.tree import Leaf, Node, child_names, component, join, leaves, unwrapped
 from unickpt.trees.wrapper_names import without_wrappers
@@ -125,27 +125,41 @@ def fresh_slots(
     return {slot: content for slot, content in both if content is not _NONE}
 
 
-def with_counters(
-    groups: Sequence[dict[str, Any]], name: str, stored: Mapping[str, Any]
-) -> list[dict[str, Any]]:
-    """Groups of parameters of an optimizer that has not stepped, with the counters that it makes in
-    its first step.
+def add_counters(state: dict[str, Any], name: str, stored: Mapping[str, Any]) -> None:
+    """Adds the counters to the groups of an optimizer that it makes in its first step, if it has
+    not stepped.
 
     Arguments:
-        groups: as the optimizer has them.
-        name: of the list of groups in the tree.
+        state: the `state_dict` of the optimizer.
+        name: of the optimizer in the tree.
         stored: the checkpoint.
     """
+    if any(state["state"].values()):
+        return
     new_groups = []
-    for index, group in enumerate(groups):
-        prefix = join(join(name, str(index)), "")
+    for index, group in enumerate(state["param_groups"]):
+        prefix = join(join(join(name, "param_groups"), str(index)), "")
         counters = {
             key.removeprefix(prefix): value
             for key, value in stored.items()
             if type(value) is int and key.startswith(prefix) and "/" not in key[len(prefix) :]
         }
         new_groups.append({**counters, **group})
-    return new_groups
+    state["param_groups"] = new_groups
+
+
+def check_same_parameters(name: str, ours: Sequence[Any], loaded: Sequence[Any]) -> None:
+    """Checks that loaded groups have the parameters of ours, in any order.
+
+    Raises:
+        LoadMismatch: hyper-parameters would apply to other parameters than when saved.
+    """
+    for number, (our_group, loaded_group) in enumerate(zip(ours, loaded, strict=True)):
+        if {*our_group["params"]} != {*loaded_group["params"]}:
+            raise LoadMismatch(
+                f"{name or 'the optimizer'}: group {number} had other parameters when it was "
+                "saved; make the groups equal, or drop param_groups by a rule"
+            )
 
 
 Slots = dict[Any, Node | Leaf]

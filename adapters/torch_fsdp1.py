@@ -14,18 +14,19 @@ import torch.distributed as dist
 
 from unickpt.adapters.torch_distributed import TO_NUMPY, check_ranks
 from unickpt.adapters.torch_fresh_state import (
+    add_counters,
+    check_same_parameters,
     dtype_of,
     fresh_slots,
     slots_by_key,
     undo_casts,
-    with_counters,
 )
 from unickpt.adapters.torch_modules import fsdp1
 from unickpt.arrays.box import Box
 from unickpt.arrays.dtypes import Array
 from unickpt.arrays.layout import Layout, Mesh
 from unickpt.arrays.memory_region import MemoryRegion
-from unickpt.errors import LoadMismatch, UnsupportedLeaf
+from unickpt.errors import UnsupportedLeaf
 from unickpt.frameworks.leaves import placed
 from unickpt.frameworks.process_group import Group
 from unickpt.frameworks.protocol import ArraySource, ArrayTarget, Fragment, StoredTree
@@ -177,22 +178,14 @@ def expand_flattened(
     with _sharded(fsdp, module):
         state = dict(fsdp.optim_state_dict(module, optimizer))
         if stored is not None:
-            if not any(state["state"].values()):
-                groups_name = join(name, "param_groups")
-                state["param_groups"] = with_counters(state["param_groups"], groups_name, stored)
+            add_counters(state, name, stored)
             fresh = _fresh_state(module, state, join(name, "state"), stored)
             state["state"] = {**state["state"], **fresh}
     groups = state["param_groups"]
 
     def check(node: Node, value: Callable[[str], Any]) -> None:
-        children = by_key(node)
-        loaded_groups = rebuild_tree(children["param_groups"], value)
-        for number, (group, loaded) in enumerate(zip(groups, loaded_groups, strict=True)):
-            if {*group["params"]} != {*loaded["params"]}:
-                raise LoadMismatch(
-                    f"{name or 'the optimizer'}: group {number} had other parameters when it was "
-                    "saved; make the groups equal, or drop param_groups by a rule"
-                )
+        loaded_groups = rebuild_tree(by_key(node)["param_groups"], value)
+        check_same_parameters(name, groups, loaded_groups)
 
     def rebuild(children: list[Any]) -> Any:
         (loaded,) = children

@@ -20,21 +20,15 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 # Where the types of wrappers are defined, and their attribute that holds the wrapped module. These
 # are not imported: a module can only be of such a type if that was imported before.
+_FSDP1 = ("torch.distributed.fsdp.fully_sharded_data_parallel", "FullyShardedDataParallel")
 _WRAPPERS = (
     ("torch.nn.parallel.distributed", "DistributedDataParallel", "module"),
     ("torch.nn.parallel.data_parallel", "DataParallel", "module"),
     ("torch._dynamo.eval_frame", "OptimizedModule", "_orig_mod"),
-    (
-        "torch.distributed.algorithms._checkpoint.checkpoint_wrapper",
-        "ActivationWrapper",
-        "_checkpoint_wrapped_module",
-    ),
-    (
-        "torch.distributed.fsdp.fully_sharded_data_parallel",
-        "FullyShardedDataParallel",
-        "_fsdp_wrapped_module",
-    ),
-)
+    ("torch.distributed.algorithms._checkpoint.checkpoint_wrapper", "ActivationWrapper",
+     "_checkpoint_wrapped_module"),
+    (*_FSDP1, "_fsdp_wrapped_module"),
+)  # fmt: skip
 
 
 def _wrappers_in(module: torch.nn.Module) -> dict[type, str]:
@@ -63,8 +57,7 @@ def _kinds_in(module: torch.nn.Module) -> set[type]:
 
 def fsdp1() -> type | None:
     """The class of FSDP1; None if it is not imported."""
-    where = sys.modules.get("torch.distributed.fsdp.fully_sharded_data_parallel")
-    return getattr(where, "FullyShardedDataParallel", None)
+    return getattr(sys.modules.get(_FSDP1[0]), _FSDP1[1], None)
 
 
 def is_wrapped(module: torch.nn.Module) -> bool:

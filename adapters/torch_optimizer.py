@@ -10,10 +10,11 @@ import torch
 
 from unickpt.adapters.torch_distributed import is_dtensor
 from unickpt.adapters.torch_fresh_state import (
+    add_counters,
+    check_same_parameters,
     fresh_state,
     required_slots,
     undo_casts,
-    with_counters,
 )
 from unickpt.adapters.torch_modules import canonical_names, fsdp1
 from unickpt.errors import LoadMismatch
@@ -104,9 +105,7 @@ def expand_optimizer(obj: Any, name: str, stored: StoredTree | None) -> Expansio
     fresh, misfits = dict[int, Any](), frozenset[int]()
     if stored is not None:
         fresh, misfits = fresh_state(inner, keys, state["state"], join(name, "state"), stored)
-        if not any(state["state"].values()):
-            groups_name = join(name, "param_groups")
-            state["param_groups"] = with_counters(state["param_groups"], groups_name, stored)
+        add_counters(state, name, stored)
         state["state"] |= fresh
     numbered = state
     if names is not None:
@@ -221,15 +220,9 @@ def _regrouped(name: str, ours: Sequence[Any], loaded: Mapping[str, Any]) -> dic
     Raises:
         LoadMismatch: hyper-parameters would apply to other parameters than when saved.
     """
+    check_same_parameters(name, ours, loaded["param_groups"])
     groups = []
-    for number, (our_group, loaded_group) in enumerate(
-        zip(ours, loaded["param_groups"], strict=True)
-    ):
-        if set(our_group["params"]) != set(loaded_group["params"]):
-            raise LoadMismatch(
-                f"{name or 'the optimizer'}: group {number} had other parameters when it was "
-                "saved; make the groups equal, or drop param_groups by a rule"
-            )
+    for our_group, loaded_group in zip(ours, loaded["param_groups"], strict=True):
         names = {key: our_group[key] for key in ("params", "param_names") if key in our_group}
         settings = {key: value for key, value in loaded_group.items() if key != "param_names"}
         groups.append({**settings, **names})

@@ -125,11 +125,6 @@ class Profile:
         """Whether TensorStore finds keys by it."""
         return any(name in self.settings for name in _KEY_SETTINGS)
 
-    @property
-    def needs_sso(self) -> bool:
-        """Whether its keys come from a sign-in with a browser, which TensorStore cannot do."""
-        return any(name in self.settings for name in _SSO_SETTINGS)
-
 
 @cache
 def _settings(profile: str, *files: tuple[str, object]) -> Mapping[str, str]:
@@ -190,7 +185,9 @@ class CredentialSource:
                 f"the web identity of the profile {profile.name!r}",
             )
         is_missing = profile.is_named and not profile.settings
-        if is_missing or profile.has_keys or profile.needs_sso:
+        # The keys of some come from a sign-in with a browser, which TensorStore cannot do.
+        needs_sso = any(name in profile.settings for name in _SSO_SETTINGS)
+        if is_missing or profile.has_keys or needs_sso:
             return profile.source
         if env.get("AWS_WEB_IDENTITY_TOKEN_FILE"):
             return cls(

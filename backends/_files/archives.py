@@ -14,7 +14,7 @@ import zlib
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from threading import Lock
 from typing import Any
 
@@ -186,32 +186,26 @@ class MemberFiles(Files):
 
 
 def zipped(archive: ZipFile) -> dict[str, ArchivePart]:
-    """The files of a zip file; without those that are compressed by another method than deflate."""
+    """The files of a zip file; without those that are compressed by another method than deflate.
+
+    The header of each is checked when it is read.
+    """
     whole = whole_file(archive.files, archive.name)
+
+    def part(member: Member) -> ArchivePart:
+        @cache
+        def stored() -> ArchivePart | Inflated:
+            compressed = whole.range(archive.offset(member), member.compressed)
+            where = f"{archive.name}: {member.name}"
+            return compressed if member.method == STORED else Inflated(compressed, RAW, where)
+
+        return ArchivePart(member.size, lambda offset, out: stored().read_into(offset, out))
+
     return {
-        name: ArchivePart(member.size, _ArchiveMember(archive, member, whole).read_into)
+        name: part(member)
         for name, member in archive.members.items()
         if not name.endswith("/") and member.method in (STORED, DEFLATED)
     }
-
-
-@dataclass(frozen=True)
-class _ArchiveMember:
-    """A member of a zip file, whose header is checked when it is read."""
-
-    archive: ZipFile
-    member: Member
-    whole: ArchivePart
-
-    @cached_property
-    def _part(self) -> ArchivePart | Inflated:
-        begin = self.archive.offset(self.member)
-        compressed = self.whole.range(begin, self.member.compressed)
-        where = f"{self.archive.name}: {self.member.name}"
-        return compressed if self.member.method == STORED else Inflated(compressed, RAW, where)
-
-    def read_into(self, offset: int, out: memoryview) -> None:
-        self._part.read_into(offset, out)
 
 
 def tarred(whole: ArchivePart, damaged: Any) -> dict[str, ArchivePart] | None:

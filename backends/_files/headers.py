@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import struct
 from bisect import bisect_left
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, TypeGuard
 
 from unickpt.errors import CheckpointCorrupt
-from unickpt.extend import Damaged, Files, quoted
+from unickpt.extend import Damaged, Files, Location, quoted, reading
 
 _WINDOW = 64 << 10
 _MOST_SIZE = 1 << 62
@@ -160,3 +162,19 @@ def sizes(value: Any, most: int = MOST_RANK) -> tuple[int, ...]:
     if not isinstance(value, list | tuple) or len(value) > most or not all(map(is_size, value)):
         raise ValueError(f"{quoted(value)} is not a list of sizes")
     return tuple(value)
+
+
+@contextmanager
+def naming(location: Location, what: str) -> Iterator[None]:
+    """Within the block, errors name what is read.
+
+    Arguments:
+        location: of the checkpoint.
+        what: such as "array 'w'".
+    """
+    with reading(f"{location}: {what}"):
+        try:
+            yield
+        except CheckpointCorrupt as error:
+            reason = str(error).removeprefix(f"{location}: ")
+            raise CheckpointCorrupt(f"{location}: {what}: {reason}") from error

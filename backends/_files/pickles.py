@@ -37,10 +37,6 @@ class BadPickle(ValueError):
     """The bytes are not a valid pickle, or use what no checkpoint needs."""
 
 
-class EndsEarly(BadPickle):
-    """The pickle needs more bytes than there are."""
-
-
 class NotSupported(BadPickle):
     """The pickle is sound, and has what unickpt does not read."""
 
@@ -197,29 +193,21 @@ PLAIN: Constructors = {
 
 
 def read(
-    data: bytes,
-    constructors: Constructors,
-    persistent: Callable[[Any], Any] | None = None,
-    start: int = 0,
-) -> tuple[Any, int]:
-    """Reads one pickle.
+    data: bytes, constructors: Constructors, persistent: Callable[[Any], Any] | None = None
+) -> Any:
+    """What a pickle holds.
 
     Arguments:
-        data: contains it; untrusted.
+        data: begins with it; untrusted.
         constructors: what to call for the classes and functions that are known, by name. They get
             values that this function makes, and must check them.
         persistent: what to call for persistent ids, which stand for data outside of the pickle.
-        start: where it begins.
-
-    Returns:
-        What it holds, and where it ends.
 
     Raises:
         BadPickle: it is malformed, or nested too deeply.
         NotSupported: a function that is not in `constructors` is called with outside data.
     """
-    machine = _Machine(data, constructors, persistent, start)
-    return _run(machine), machine.at
+    return _run(_Machine(data, constructors, persistent))
 
 
 def _run(machine: _Machine) -> Any:
@@ -229,7 +217,7 @@ def _run(machine: _Machine) -> Any:
         raise
     except (IndexError, struct.error, ValueError, TypeError, KeyError) as error:
         if machine.at > machine.size:
-            raise EndsEarly(f"it ends at byte {machine.size}, {machine.at} expected") from error
+            raise BadPickle(f"it ends at byte {machine.size}, {machine.at} expected") from error
         reason = "the stack is empty" if isinstance(error, IndexError) else repr(error)
         raise BadPickle(f"malformed at byte {machine.at}: {reason}") from error
     except RecursionError:
@@ -245,15 +233,14 @@ def _has_outside_data(args: Any) -> bool:
 
 
 def described(
-    data: bytes, start: int = 0, persistent: Callable[[Any], Any] = PersistentId
+    data: bytes, persistent: Callable[[Any], Any] = PersistentId
 ) -> dict[int, PickledObject]:
     """All objects that a pickle makes, each as it makes it: no class is known.
 
     `pickle_writer.dumps` writes them again.
 
     Arguments:
-        data: contains the pickle; untrusted.
-        start: where it begins.
+        data: begins with the pickle; untrusted.
         persistent: as for `read`; its persistent ids stay what they are by default.
 
     Returns:
@@ -262,7 +249,7 @@ def described(
     Raises:
         BadPickle: it is malformed.
     """
-    machine = _Machine(data, {}, persistent, start)
+    machine = _Machine(data, {}, persistent)
     machine.made = {}
     _run(machine)
     return machine.made
@@ -278,13 +265,9 @@ class _Machine:
     """
 
     def __init__(
-        self,
-        data: bytes,
-        constructors: Constructors,
-        persistent: Callable[[Any], Any] | None,
-        start: int,
+        self, data: bytes, constructors: Constructors, persistent: Callable[[Any], Any] | None
     ) -> None:
-        self.at, self.size = start, len(data)
+        self.at, self.size = 0, len(data)
         self._data, self._constructors, self._persistent = data, constructors, persistent
         self._stack: list[Any] = []
         self._below: list[list[Any]] = []  # a stack for each mark: what was there before it
@@ -308,7 +291,7 @@ class _Machine:
         if count < 0:
             raise BadPickle(f"a length is {count}")
         if end > len(self._data):
-            raise EndsEarly(f"it ends at byte {len(self._data)}, {end} expected")
+            raise BadPickle(f"it ends at byte {len(self._data)}, {end} expected")
         data = self._data[self.at : end]
         self.at = end
         return data
@@ -330,7 +313,7 @@ class _Machine:
     def _line_bytes(self) -> bytes:
         end = self._data.find(b"\n", self.at)
         if end < 0:
-            raise EndsEarly("a line does not end")
+            raise BadPickle("a line does not end")
         line = self._data[self.at : end]
         self.at = end + 1
         return line
@@ -461,9 +444,8 @@ class _Machine:
             raise BadPickle("a text is not quoted")
         return line[1:-1]
 
-    def _object(self) -> None:
-        function, *args = self._to_mark()
-        self._make(function, tuple(args))
+    def _object(self, items: list[Any]) -> None:
+        self._make(items[0], tuple(items[1:]))
 
     def _new_object_with_names(self) -> None:
         names, args, function = self._pop(), self._pop(), self._pop()
@@ -617,8 +599,8 @@ _OPERATIONS: dict[int, Callable[[_Machine], Any]] = {
         # classes and functions
         pickle.GLOBAL: lambda m: m._push(m._global(m._line(), m._line())),
         pickle.STACK_GLOBAL: lambda m: m._push(m._global(*m._pop_pair())),
-        pickle.INST: lambda m: m._make(m._global(m._line(), m._line()), tuple(m._to_mark())),
-        pickle.OBJ: lambda m: m._object(),
+        pickle.INST: lambda m: m._object([m._global(m._line(), m._line()), *m._to_mark()]),
+        pickle.OBJ: lambda m: m._object(m._to_mark()),
         pickle.REDUCE: lambda m: m._make(*m._pop_pair()),
         pickle.NEWOBJ: lambda m: m._make(*m._pop_pair(), is_new=True),
         pickle.NEWOBJ_EX: lambda m: m._new_object_with_names(),

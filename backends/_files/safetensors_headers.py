@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from unickpt.backends._files.elements import Nibbles, Unreadable
@@ -24,14 +25,31 @@ DTYPES = {
     "F8_E4M3FNUZ": "float8_e4m3fnuz", "F8_E5M2FNUZ": "float8_e5m2fnuz",
 }  # fmt: skip
 _FOUR_BITS = {"F4": "float4_e2m1fn"}
+SHARDING = "DCP_SHARDING_INFO"
+"""The key of the metadata with which torch's distributed checkpoints say where pieces belong."""
 
 
 @dataclass(frozen=True)
 class SafetensorsHeader:
-    """The header of a file: its tensors by name, and its metadata."""
+    """The header of a file: its tensors by name, its metadata, and the file for messages."""
 
     tensors: Mapping[str, TensorSource]
     metadata: Mapping[str, str]
+    where: str
+
+    @cached_property
+    def offsets(self) -> Mapping[str, tuple[int, ...]]:
+        """Where pieces begin in their tensors, if torch recorded it.
+
+        Raises:
+            CheckpointCorrupt: what is recorded is damaged.
+        """
+        try:
+            sharding = json.loads(self.metadata.get(SHARDING, "{}"))
+            return {name: sizes(facts["saved_offsets"]) for name, facts in sharding.items()}
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            message = f"{self.where}: {SHARDING} in its header is damaged"
+            raise CheckpointCorrupt(message) from error
 
 
 def read_header(files: Files, file: str, begin: int = 0) -> SafetensorsHeader:
@@ -66,7 +84,7 @@ def read_header(files: Files, file: str, begin: int = 0) -> SafetensorsHeader:
         raise CheckpointCorrupt(
             f"{where} has {size} bytes, but {8 + length + end} according to its header"
         )
-    return SafetensorsHeader(tensors, metadata)
+    return SafetensorsHeader(tensors, metadata, where)
 
 
 def _tensor(

@@ -5,21 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Self
 
+from unickpt.backends._files.headers import naming
 from unickpt.backends._files.torch_pickles import TorchFile
 from unickpt.backends._files.torch_tensors import Tensor
 from unickpt.backends._files.torch_trees import PlainTree, expand
 from unickpt.backends._files.tree_tables import table_of_tree
-from unickpt.errors import CheckpointCorrupt
-from unickpt.extend import (
-    ArrayTable,
-    Failed,
-    FileBox,
-    Files,
-    Leaf,
-    RangeReader,
-    entry_of_box,
-    reading_failed,
-)
+from unickpt.extend import ArrayTable, Files, Leaf, RangeReader, entry_of_box
 
 
 class TorchFilesReader(RangeReader):
@@ -61,7 +52,8 @@ class TorchFilesReader(RangeReader):
 
     def __init__(self, files: Files, root: Any, by_file: Mapping[int, TorchFile]) -> None:
         def put(table: ArrayTable, leaf: Leaf) -> None:
-            where = _box(files, by_file[id(leaf.value)], leaf)
+            with naming(files.location, f"array {leaf.name!r}"):
+                where = by_file[id(leaf.value)].box(leaf.value)
             table.put(entry_of_box(leaf.name, leaf.value.shape, leaf.value.dtype, where), (where,))
 
         def identity(tensor: Tensor) -> tuple[int, str]:
@@ -69,12 +61,3 @@ class TorchFilesReader(RangeReader):
 
         table = table_of_tree(files, root, Tensor, put, expand, identity)
         super().__init__(files, table.index(), table.boxes)
-
-
-def _box(files: Files, file: TorchFile, leaf: Leaf) -> FileBox:
-    try:
-        return file.box(leaf.value)
-    except Failed as error:
-        raise reading_failed(error, f"{files.location}: array {leaf.name!r}") from error
-    except CheckpointCorrupt as error:
-        raise files.damaged(f"array {leaf.name!r}: {error}") from error

@@ -19,7 +19,6 @@ from unickpt.backends._files.loose_files import is_legacy, is_pickle
 from unickpt.backends._files.pickles import (
     BadPickle,
     Constructors,
-    EndsEarly,
     FileBytes,
     Global,
     NotSupported,
@@ -30,7 +29,7 @@ from unickpt.backends._files.pickles import (
 from unickpt.backends._files.torch_tensors import CONSTRUCTORS, Tensor, TorchStorage, storage
 from unickpt.backends._files.zip_files import STORED, ZipFile
 from unickpt.errors import CheckpointCorrupt
-from unickpt.extend import Box, Damaged, Elements, FileBox, FileRange, Files, Opaque, quoted
+from unickpt.extend import Box, Elements, FileBox, FileRange, Files, Opaque, quoted
 
 _MOST_PICKLE = 1 << 30
 """Bytes of a pickle in memory."""
@@ -50,8 +49,6 @@ _ARGUMENTS = {
 _TWO_LINES = (pickle.GLOBAL, pickle.INST)
 _SCRIPT = "constants.pkl"
 _PROTOCOL = 1001  # of files before torch 1.6
-_WINDOW = 64 << 10
-_KEPT = 1 << 20  # bytes of a pickle that may be needed again
 
 
 class TorchFile:
@@ -119,7 +116,7 @@ class TorchFile:
                 if self._described is None:
                     source = self._source
                     outside = source.persistent if isinstance(source, BarePickle) else _as_stored
-                    self._described = pickles.described(*source.pickle(), outside)
+                    self._described = pickles.described(source.pickle(), outside)
                 facts = self._described[obj.at]
             return Opaque(obj.name, pickle_writer.dumps(facts, most))
         except (ValueError, TypeError, KeyError) as error:
@@ -169,15 +166,15 @@ class _Zip:
         self.big_endian = self._order() == b"big"
         self._offsets: dict[str, int] = {}
         try:
-            self.value, _ = pickles.read(archive.read(self._pickle), constructors, storage)
+            self.value = pickles.read(archive.read(self._pickle), constructors, storage)
         except BadPickle as error:
             raise unread(
                 error, f"{archive.files.location}: {archive.name}", "its data.pkl"
             ) from error
 
-    def pickle(self) -> tuple[bytes, int]:
-        """The bytes that contain the pickle, and where it begins in them."""
-        return self._zip.read(self._pickle), 0
+    def pickle(self) -> bytes:
+        """The pickle of the value."""
+        return self._zip.read(self._pickle)
 
     def _order(self) -> bytes:
         member = self._zip.members.get(self.top + "byteorder")
@@ -224,56 +221,35 @@ class LegacyFile:
 
     def __init__(self, files: Files, name: str, constructors: Constructors) -> None:
         self._files, self._name = files, name
-        self._where = f"{files.location}: {name}"
-        self._data = b""
         self._storages: dict[str, TorchStorage] = {}
-        _, offset = self._read(0, constructors)
-        protocol, offset = self._read(offset, constructors)
-        system, self._begin = self._read(offset, constructors)
+        cursor = Cursor(files, name)
+        _, protocol, system = (self._read(cursor, constructors) for _ in range(3))
         if protocol != _PROTOCOL or not isinstance(system, dict):
             raise self.damaged(f"its protocol is {quoted(protocol)}, {_PROTOCOL} expected")
         self.big_endian = system.get("little_endian") is False
-        self.value, self._end = self._read(self._begin, constructors)
-        keys, offset = self._read(self._end, constructors)
-        self.pickle_size = self._end - self._begin
-        self._offsets = self._places(keys, offset)
-        self._data = self._data[: self._end] if self.pickle_size < _KEPT else b""
+        self._begin = cursor.at
+        self.value = self._read(cursor, constructors)
+        self.pickle_size = cursor.at - self._begin
+        keys = self._read(cursor, constructors)
+        self._offsets = self._places(keys, cursor.at)
 
     def damaged(self, reason: str) -> CheckpointCorrupt:
         """The error for a damaged file."""
-        return CheckpointCorrupt(f"{self._where}: {reason}")
+        return self._files.damaged(f"{self._name}: {reason}")
 
-    def pickle(self) -> tuple[bytes, int]:
-        """The bytes that contain the pickle of the value, and where it begins in them."""
-        data = self._data or self._files.read(self._name, 0, self._end)
-        return data, self._begin
+    def pickle(self) -> bytes:
+        """The pickle of the value."""
+        return self._files.read(self._name, self._begin, self.pickle_size)
 
-    def _read(self, offset: int, constructors: Constructors) -> tuple[Any, int]:
-        """Reads a pickle of unknown length: reads more until it ends."""
-        while True:
-            try:
-                if offset < len(self._data):
-                    return pickles.read(self._data, constructors, self._storage, offset)
-            except EndsEarly as error:
-                if len(self._data) >= _MOST_PICKLE:
-                    raise self.damaged(f"a pickle is damaged: {error}") from error
-            except BadPickle as error:
-                raise unread(error, self._where, "a pickle") from error
-            self._read_more()
-
-    def _read_more(self) -> None:
-        """Doubles what was read of the file."""
-        count, size = max(_WINDOW, len(self._data)), self._files.size(self._name)
-        length = len(self._data)
-        if size is not None:
-            count = min(count, size - length)
-        while count:
-            try:
-                self._data += self._files.read(self._name, length, count)
-                return
-            except Damaged:  # the storage did not tell the size, and it has less
-                count //= 2
-        raise self.damaged(f"it ends at byte {length}, within a pickle")
+    def _read(self, cursor: Cursor, constructors: Constructors) -> Any:
+        """Reads the next pickle."""
+        try:
+            data = _next_pickle(cursor)
+            return pickles.read(data, constructors, self._storage)
+        except CheckpointCorrupt as error:
+            raise CheckpointCorrupt(f"{error}, within a pickle") from error
+        except BadPickle as error:
+            raise unread(error, f"{self._files.location}: {self._name}", "a pickle") from error
 
     def _storage(self, persistent_id: Any) -> Any:
         if _is_module(persistent_id):
@@ -328,8 +304,8 @@ class BarePickle:
         self._files, self._name = files, name
         cursor = Cursor(files, name)
         try:
-            self._data = self._compacted(cursor)
-            self.value, _ = pickles.read(self._data, constructors, self.persistent)
+            self._data = _next_pickle(cursor, compacted=True)
+            self.value = pickles.read(self._data, constructors, self.persistent)
         except BadPickle as error:
             raise unread(error, f"{files.location}: {name}", "its pickle") from error
         if not cursor.at_end():
@@ -343,9 +319,9 @@ class BarePickle:
         """The error for a damaged file."""
         return self._files.damaged(f"{self._name}: {reason}")
 
-    def pickle(self) -> tuple[bytes, int]:
-        """The bytes that contain the pickle, and where it begins in them."""
-        return self._data, 0
+    def pickle(self) -> bytes:
+        """The pickle, with persistent ids in the place of large bytes."""
+        return self._data
 
     def offset(self, torch_storage: Any) -> int:
         """Where a storage begins; a bare pickle has none."""
@@ -361,41 +337,58 @@ class BarePickle:
 
         return FileBytes(offset, size, read)
 
-    def _compacted(self, cursor: Cursor) -> bytes:
-        """The pickle with persistent ids in the place of large bytes: where these are."""
-        out = bytearray()
-        code = b""
-        while code != pickle.STOP:
-            if len(out) > _MOST_PICKLE:
-                raise self.damaged(f"its pickle has more than {_MOST_PICKLE} bytes besides arrays")
-            code = cursor.take(1)
-            if code in _OUTSIDE:
-                raise NotSupported("it refers to data outside of it")
-            out += self._bytes(cursor, code) if code in _BYTES else self._other(cursor, code)
-        return bytes(out)
 
-    def _bytes(self, cursor: Cursor, code: bytes) -> bytes:
-        head = cursor.take(_BYTES[code])
-        size = int.from_bytes(head, "little")
-        if size < _LARGE:
-            return code + head + cursor.take(size)
-        place = b"".join(
-            pickle.LONG1 + b"\x0a" + number.to_bytes(10, "little")
-            for number in (cursor.skip(size), size, code == pickle.BINSTRING)
+def _next_pickle(cursor: Cursor, compacted: bool = False) -> bytes:
+    """The next pickle of a file.
+
+    Arguments:
+        cursor: at its beginning.
+        compacted: whether persistent ids are put in the place of large bytes: where these are.
+
+    Raises:
+        BadPickle: it is malformed, or has persistent ids of its own and is to be compacted.
+        CheckpointCorrupt: the file ends before, or the pickle is too large.
+        Failed: the storage failed.
+    """
+    out = bytearray()
+    code = b""
+    while code != pickle.STOP:
+        if len(out) > _MOST_PICKLE:
+            raise cursor.damaged(f"has a pickle of more than {_MOST_PICKLE} bytes besides arrays")
+        code = cursor.take(1)
+        if compacted and code in _OUTSIDE:
+            raise NotSupported("it refers to data outside of it")
+        is_large = compacted and code in _BYTES
+        out += _bytes(cursor, code) if is_large else _other(cursor, code)
+    return bytes(out)
+
+
+def _bytes(cursor: Cursor, code: bytes) -> bytes:
+    head = cursor.take(_BYTES[code])
+    size = int.from_bytes(head, "little")
+    if size < _LARGE:
+        return code + head + cursor.take(size)
+    place = b"".join(
+        pickle.LONG1 + b"\x0a" + number.to_bytes(10, "little")
+        for number in (cursor.skip(size), size, code == pickle.BINSTRING)
+    )
+    return place + pickle.TUPLE3 + pickle.BINPERSID
+
+
+def _other(cursor: Cursor, code: bytes) -> bytes:
+    size = _ARGUMENTS.get(code)
+    if size is None:
+        raise BadPickle(f"unknown opcode {code!r} at byte {cursor.at - 1}")
+    if size == pickletools.UP_TO_NEWLINE:
+        lines = (cursor.line(_MOST_PICKLE) for _ in range(2 if code in _TWO_LINES else 1))
+        return code + b"".join(lines)
+    if size >= 0:
+        return code + cursor.take(size)
+    head = cursor.take(_LENGTHS[size])
+    count = int.from_bytes(head, "little")
+    if count > _MOST_PICKLE:
+        raise BadPickle(
+            f"at byte {cursor.at} begins a value of {count} bytes, within a pickle that may have "
+            f"{_MOST_PICKLE}"
         )
-        return place + pickle.TUPLE3 + pickle.BINPERSID
-
-    def _other(self, cursor: Cursor, code: bytes) -> bytes:
-        size = _ARGUMENTS.get(code)
-        if size is None:
-            raise BadPickle(f"unknown opcode {code!r} at byte {cursor.at - 1}")
-        if size == pickletools.UP_TO_NEWLINE:
-            lines = (cursor.line(_MOST_PICKLE) for _ in range(2 if code in _TWO_LINES else 1))
-            return code + b"".join(lines)
-        if size >= 0:
-            return code + cursor.take(size)
-        head = cursor.take(_LENGTHS[size])
-        count = int.from_bytes(head, "little")
-        if count > _MOST_PICKLE:
-            raise BadPickle(f"a value of {count} bytes at byte {cursor.at}")
-        return code + head + cursor.take(count)
+    return code + head + cursor.take(count)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import importlib
 import io
-import json
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -32,7 +31,6 @@ from unickpt.extend import (
     dtype_and_shape,
     dtype_from_name,
     flat_range_to_boxes,
-    quoted,
     read_file_box,
 )
 
@@ -183,9 +181,9 @@ def _in_safetensors(
     if tensor is None or len(chunks_in_file) > 1:  # it can hold one tensor of a name
         raise _contradicts(facts.dtype, chunk, "no tensor of its own for this chunk")
     _check(facts.dtype, chunk, tensor.dtype, tensor.shape)
-    start = _recorded_start(header, name)
-    if start is not None and start != list(chunk.box.start):
-        raise _contradicts(facts.dtype, chunk, f"the part of it that begins at {quoted(start)}")
+    start = header.offsets.get(name, chunk.box.start)
+    if start != chunk.box.start:
+        raise _contradicts(facts.dtype, chunk, f"the part of it that begins at {list(start)}")
     return FileBox(chunk.box, tensor.elements)
 
 
@@ -200,17 +198,6 @@ def _contradicts(dtype: str, chunk: DcpChunk, content: str) -> CheckpointCorrupt
         f"{chunk.blob.file} contains {content} at byte {chunk.blob.offset}, where the metadata "
         f"expects {expected} for {chunk.box}; are the files of one save?"
     )
-
-
-def _recorded_start(header: SafetensorsHeader, name: str) -> Any:
-    """Where a tensor of a safetensors file begins in the whole one, if the file says it."""
-    text = header.metadata.get("DCP_SHARDING_INFO", "{}")
-    try:
-        return json.loads(text).get(name, {}).get("saved_offsets")
-    except (ValueError, AttributeError, RecursionError) as error:
-        raise CheckpointCorrupt(
-            f"the places of tensors in its header are damaged: {error}"
-        ) from error
 
 
 # --- files of which some bytes are in memory ------------------------------------------------------

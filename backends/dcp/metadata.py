@@ -113,7 +113,7 @@ def read(data: bytes, where: str, roots: Collection[str] = ROOTS) -> Metadata | 
         BadPickle: it is damaged.
         UnsupportedFormat: it uses what unickpt does not read.
     """
-    root, _ = pickles.read(data, torch_tensors.CONSTRUCTORS)
+    root = pickles.read(data, torch_tensors.CONSTRUCTORS)
     if not isinstance(root, PickledObject):
         raise BadPickle("it holds no metadata")
     if root.name not in roots:

@@ -17,7 +17,7 @@ from unickpt.backends._files.pickles import BadPickle, unread
 from unickpt.backends._files.torch_trees import expand
 from unickpt.backends.dcp import metadata
 from unickpt.backends.dcp.chunks import ChunkFinder, zstandard
-from unickpt.backends.dcp.metadata import KeyPath, Metadata, TensorFacts
+from unickpt.backends.dcp.metadata import KeyPath, Metadata
 from unickpt.backends.dcp.objects import InnerTensor, read_objects
 from unickpt.errors import CheckpointCorrupt, CheckpointNotFound, CoverageError, UnsupportedLeaf
 from unickpt.extend import (
@@ -128,8 +128,11 @@ def state_of(files: Files, metadata: Metadata) -> dict[str, Any]:
     """
     check_files(files, metadata)
     values = read_objects(files, metadata.objects)
-    chunks = ChunkFinder()
-    arrays = {name: stored_array(chunks, name, t) for name, t in metadata.tensors.items()}
+    finder, arrays = ChunkFinder(), dict[str, ChunkedArray]()
+    for name, facts in metadata.tensors.items():
+        boxes = [FileBox(c.box, finder.elements(name, facts, c)) for c in facts.chunks]
+        compressed = any(chunk.blob.compressed for chunk in facts.chunks)
+        arrays[name] = ChunkedArray(facts.dtype, facts.shape, boxes, compressed)
     return {name: arrays[name] if name in arrays else values[name] for name in metadata.names}
 
 
@@ -150,19 +153,6 @@ def check_files(files: Files, metadata: Metadata) -> None:
             raise files.incomplete(f"there is no file {file}, which holds data of {quoted(name)}")
     for file, name in sorted(metadata.compressed.items()):
         zstandard(f"{files.location}: {quoted(name)} in {file}")
-
-
-def stored_array(chunks: ChunkFinder, name: str, facts: TensorFacts) -> ChunkedArray:
-    """A tensor as a leaf.
-
-    Arguments:
-        chunks: finds its chunks.
-        name: in the metadata.
-        facts: what the metadata says of it.
-    """
-    boxes = [FileBox(c.box, chunks.elements(name, facts, c)) for c in facts.chunks]
-    compressed = any(chunk.blob.compressed for chunk in facts.chunks)
-    return ChunkedArray(facts.dtype, facts.shape, boxes, compressed)
 
 
 def nested(files: Files, state: Mapping[str, Any], paths: Mapping[str, KeyPath]) -> Any:

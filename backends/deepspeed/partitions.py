@@ -8,10 +8,9 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 
 from unickpt.backends._files.elements import ElementRun
-from unickpt.backends.deepspeed.sources import EvenParts, Flat, Parameter, Shapes, joined
+from unickpt.backends.deepspeed.sources import EvenParts, Parameter, Shapes, joined
 from unickpt.backends.deepspeed.states import (
     ModelFileState,
     OptimizerState,
@@ -98,7 +97,9 @@ def _evenly(
     return result
 
 
-def _even(flats: Sequence[Flat], shape: Sequence[int], offset: int, part: int) -> TensorSource:
+def _even(
+    flats: Sequence[TensorSource], shape: Sequence[int], offset: int, part: int
+) -> TensorSource:
     return joined(flats[0].dtype, shape, EvenParts(flats, offset, part, math.prod(shape)))
 
 
@@ -127,19 +128,6 @@ def frozen(models: Sequence[ModelFileState]) -> dict[str, TensorSource]:
 # --- stages 1 and 2 -----------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _PartitionMembers:
-    """Ranks that share a group of parameters.
-
-    Arguments:
-        ranks: data-parallel.
-        experts: which expert-parallel rank they are; None for parameters of all ranks.
-    """
-
-    ranks: Sequence[int]
-    experts: int | None = None
-
-
 def _by_fragments(
     model: ModelFileState,
     optimizers: Sequence[OptimizerState],
@@ -157,12 +145,12 @@ def _by_fragments(
             )
     result = {}
     numbers = local_experts(shapes)
-    for members in _members(model, len(groups), groups[0].partitions, data_before_experts):
-        states, held = [optimizers[r] for r in members.ranks], [groups[r] for r in members.ranks]
+    for ranks, experts in _members(model, len(groups), groups[0].partitions, data_before_experts):
+        states, held = [optimizers[r] for r in ranks], [groups[r] for r in ranks]
         slots, first = _common_slots(states, held), held[0]
         by_name = _fragments_by_name(held)
         for name, shape in shapes.items():
-            full = name if members.experts is None else _global(model, name, members, numbers)
+            full = name if experts is None else _global(model, name, (len(ranks), experts), numbers)
             fragments = by_name.get(name, [])
             count = sum(n for *_, n in fragments)
             if count != math.prod(shape):
@@ -214,10 +202,11 @@ def _names(optimizers: Sequence[OptimizerState]) -> str:
 
 def _members(
     model: ModelFileState, ranks: int, partitions: int, data_before_experts: bool
-) -> list[_PartitionMembers]:
-    """The sets of ranks that share a group: all, or those with the same experts."""
+) -> list[tuple[Sequence[int], int | None]]:
+    """The sets of ranks that share a group: all, and None; or those with the same experts, and
+    which expert-parallel rank they are."""
     if partitions == ranks:
-        return [_PartitionMembers(range(ranks))]
+        return [(range(ranks), None)]
     if partitions > ranks or ranks % partitions:
         raise model.file.files.incomplete(
             f"the optimizer files say that {partitions} ranks share a group of parameters, and "
@@ -225,10 +214,7 @@ def _members(
         )
     degree = ranks // partitions
     expert_by_rank = [r // partitions if data_before_experts else r % degree for r in range(ranks)]
-    return [
-        _PartitionMembers([r for r in range(ranks) if expert_by_rank[r] == e], e)
-        for e in range(degree)
-    ]
+    return [([r for r in range(ranks) if expert_by_rank[r] == e], e) for e in range(degree)]
 
 
 def local_experts(names: Iterable[str]) -> dict[str, int]:
@@ -242,14 +228,20 @@ def local_experts(names: Iterable[str]) -> dict[str, int]:
 
 
 def _global(
-    model: ModelFileState, name: str, members: _PartitionMembers, numbers: Mapping[str, int]
+    model: ModelFileState, name: str, members: tuple[int, int], numbers: Mapping[str, int]
 ) -> str:
-    """The name of an expert's parameter with the number of the expert among all ranks'."""
+    """The name of an expert's parameter with the number of the expert among all ranks'.
+
+    Arguments:
+        model: that has it.
+        name: as the rank has it.
+        members: how many ranks share it, and which expert-parallel rank they are.
+        numbers: by layer, how many experts a rank has.
+    """
     match = EXPERT.fullmatch(name)
     if match is None or int(match[2]) >= numbers[match[1]]:
         raise model.file.unsupported(
-            f"{len(members.ranks)} ranks share {quoted(name)}, as those of an expert do, but its "
+            f"{members[0]} ranks share {quoted(name)}, as those of an expert do, but its "
             "name is not that of an expert (deepspeed_experts.<number>)"
         )
-    assert members.experts is not None, "the caller asks for experts only"
-    return f"{match[1]}{members.experts * numbers[match[1]] + int(match[2])}{match[3]}"
+    return f"{match[1]}{members[1] * numbers[match[1]] + int(match[2])}{match[3]}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
 from unickpt.backends._files.elements import ElementRun, MeanElements
@@ -47,13 +48,13 @@ class EngineRanks:
     ) -> None:
         self.where, self.degree = where, degree
         self._hinted = bool(hints)
-        self._plans: dict[tuple[str, tuple[tuple[int, ...], ...]], merging.TensorParallelPlan] = {}
         try:
             self.rules = merging.TensorParallelRules(info, hints, degree)
         except merging.BadInfo as error:
             raise CheckpointCorrupt(f"{where}: universal_checkpoint_info: {error}") from error
         except merging.Unsupported as error:
             raise UnsupportedFormat(f"{where}: {error}") from error
+        self._plan = cache(self.rules.plan)
 
     def combined(
         self, kind: str, parts_by_rank: Sequence[Mapping[str, TensorSource]]
@@ -131,9 +132,7 @@ class EngineRanks:
 
     def _array(self, kind: str, name: str, sources: Sequence[TensorSource]) -> MergedArray:
         shapes = tuple(source.shape for source in sources)
-        plan = self._plans.get((name, shapes))
-        if plan is None:
-            plan = self._plans[name, shapes] = self.rules.plan(name, shapes)
+        plan = self._plan(name, shapes)
         scales = {piece.scale for piece in plan.pieces} - {1.0}
         if scales:
             raise merging.Unsupported(

@@ -9,7 +9,7 @@ from typing import Any, overload
 import numpy as np
 
 from unickpt.backends._files.elements import ConvertedElements, ElementRun, JoinedElements
-from unickpt.extend import Elements, FileBox, Layout, TensorSource, dtype_from_name
+from unickpt.extend import FileBox, Layout, TensorSource, dtype_from_name
 
 FLOAT32 = "float32"
 SlotValue = TensorSource | int | float
@@ -71,38 +71,19 @@ class Parameter:
     scalars: Mapping[str, SlotValue] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class Flat:
-    """A one-dimensional tensor, without gaps.
-
-    Arguments:
-        file: its name, for errors.
-        dtype: the checkpoint's name of its dtype.
-        elements: a sequence that contains it.
-        first: the number of its first element there.
-        count: how many it has.
-    """
-
-    file: str
-    dtype: str
-    elements: Elements
-    first: int
-    count: int
-
-
 class EvenParts(Sequence[ElementRun]):
     """The parts of a tensor of which each rank holds as many elements, the last ones fewer.
 
     They are made when they are needed: parameters times ranks can be millions.
 
     Arguments:
-        flats: of the ranks, in order; each contains its part.
+        flats: of the ranks, in order, without gaps; each contains its part.
         offset: where the parts begin in them.
         part: elements of a part.
         count: elements of the tensor.
     """
 
-    def __init__(self, flats: Sequence[Flat], offset: int, part: int, count: int) -> None:
+    def __init__(self, flats: Sequence[TensorSource], offset: int, part: int, count: int) -> None:
         self._flats, self._offset, self._part, self._count = flats, offset, part, count
 
     def __len__(self) -> int:

@@ -10,14 +10,14 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from unickpt.backends._files.headers import is_size
+from unickpt.backends._files.headers import is_size, naming
 from unickpt.backends._files.pickles import Constructors, PickledObject, kind_of
 from unickpt.backends._files.torch_pickles import TorchFile
 from unickpt.backends._files.torch_tensors import Tensor
 from unickpt.backends.deepspeed.patterns import steps_of
-from unickpt.backends.deepspeed.sources import Flat, Shapes, SlotValue, is_number
-from unickpt.errors import CheckpointCorrupt, UnickptError, UnsupportedFormat
-from unickpt.extend import Failed, Files, Pool, TensorSource, quoted, reading, reading_failed
+from unickpt.backends.deepspeed.sources import Shapes, SlotValue, is_number
+from unickpt.errors import CheckpointCorrupt, UnsupportedFormat
+from unickpt.extend import Files, Pool, TensorSource, quoted, reading
 
 T = TypeVar("T")
 _CONSTRUCTORS: Constructors = {"deepspeed.runtime.zero.config.ZeroStageEnum": lambda stage: stage}
@@ -83,13 +83,8 @@ class StateFile:
         """A value that must be a tensor."""
         if not isinstance(value, Tensor):
             raise self.damaged(f"{what} is no tensor, but {kind_of(value)}")
-        try:
+        with naming(self.files.location, what):
             where = self.torch.box(value)
-        except Failed as error:
-            raise reading_failed(error, f"{self.files.location}: {what}") from error
-        except UnickptError as error:
-            reason = str(error).removeprefix(f"{self.files.location}: ")
-            raise self.files.damaged(f"{what}: {reason}") from error
         return TensorSource(value.dtype, value.shape, where.elements, where.first, where.strides)
 
     def sources(
@@ -102,12 +97,12 @@ class StateFile:
             if isinstance(value, Tensor) and predicate(value)
         }
 
-    def flat(self, value: Any, what: str, rank: int | None = 1) -> Flat:
+    def flat(self, value: Any, what: str, rank: int | None = 1) -> TensorSource:
         """A value that must be a tensor without gaps, by default one-dimensional."""
         source = self.source(value, what)
         if rank not in (None, len(source.shape)) or not source.is_row_major:
             raise self.damaged(f"{what} is not flat, but of shape {list(source.shape)}")
-        return Flat(self.name, source.dtype, source.elements, source.first, source.count)
+        return source
 
     def shapes(self, value: Any, what: str) -> dict[str, tuple[int, ...]]:
         """A value that must be the shapes of parameters, by name."""
@@ -162,7 +157,7 @@ class ModelFileState:
     sources: Mapping[str, TensorSource]
     shapes: Sequence[Shapes]
     frozen_shapes: Shapes
-    frozen: Mapping[str, Flat]
+    frozen: Mapping[str, TensorSource]
     shared: Mapping[str, str]
     buffers: frozenset[str]
     info: Mapping[str, Any]
@@ -266,7 +261,7 @@ class ParameterGroup:
         fragments: which parameters are where in the flat tensors; below stage 3.
     """
 
-    slots: Mapping[str, Flat]
+    slots: Mapping[str, TensorSource]
     scalars: Mapping[str, SlotValue]
     partitions: int
     fragments: FlatFragments
@@ -438,7 +433,7 @@ def slots_of(
 
 
 def _check_fragments(
-    file: StateFile, number: int, flats: Mapping[str, Flat], fragments: FlatFragments
+    file: StateFile, number: int, flats: Mapping[str, TensorSource], fragments: FlatFragments
 ) -> None:
     """Checks that fragments lie in the flat tensors, and do not overlap."""
     end, before = 0, ""

@@ -41,6 +41,7 @@ _MODEL_FILES = ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_s
 _GROUPS, _SCALER, _CLIP = "param_groups", "loss_scaler", "clip_grad"
 _DYNAMIC = "dynamic_loss_scale"
 _PARAMS = ("params", "param_names")
+_COUNTERS = ("global_steps", "skipped_steps", "dp_world_size", "ds_version")
 _SCALER_CLASS = "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler"
 _SCALER_FIELDS = (
     "cur_scale", "cur_iter", "last_overflow_iter", "scale_factor", "scale_window", "min_scale",
@@ -199,11 +200,10 @@ class _Folder:
 
     def _check_untrained(self) -> None:
         if not self._untrained:
-            self._problems += [
-                f"{quoted(leaf)}, which no optimizer trains: DeepSpeed does not load it from a "
-                "universal checkpoint"
-                for leaf in self._arrays.untrained.values()
-            ]
+            why = (
+                "which no optimizer trains: DeepSpeed does not load it from a universal checkpoint"
+            )
+            self._problems += [f"{quoted(leaf)}, {why}" for leaf in self._arrays.untrained.values()]
 
     # --- parameters -----------------------------------------------------------------------------
 
@@ -230,11 +230,8 @@ class _Folder:
 
     def _counters(self) -> dict[str, Any]:
         """The counters of the engine; without any, an engine that has skipped no step."""
-        counters = {
-            name: self._index.values[name]
-            for name in ("global_steps", "skipped_steps", "dp_world_size", "ds_version")
-            if name in self._index.values
-        }
+        values = self._index.values
+        counters = {name: values[name] for name in _COUNTERS if name in values}
         step = self._step()
         if "global_steps" not in counters and step is None:
             self._refuse(
@@ -297,12 +294,8 @@ class _Folder:
             for name, slots in self._arrays.trained.items()
         }
         of_engine = {key: file.object_of(self._root[key]) for key in OF_ENGINE if key in self._root}
-        state = {
-            "module": {n: file.leaf(leaf) for n, leaf in self._arrays.untrained.items()},
-            "param_shapes": [shapes],
-            **of_engine,
-            **counters,
-        }
+        module = {n: file.leaf(leaf) for n, leaf in self._arrays.untrained.items()}
+        state = {"module": module, "param_shapes": [shapes], **of_engine, **counters}
         client = self._client_state(file)
         for key in client.keys() & {*state, *OF_ENGINE}:
             self._problems.append(f"{CLIENT}/{key}, which DeepSpeed would take for its own")

@@ -56,7 +56,7 @@ class _Finding:
     def find_arrays(self) -> UniversalArrays:
         named = self._named()
         weights, module, steps = (named.pop(top, {}) for top in (FP32, MODULE, STEP))
-        slots = {slot: self._arrays_alone(slot, named[slot]) for slot in named}
+        slots = {slot: self._arrays_alone(named[slot]) for slot in named}
         owners = self._owners(weights, slots)
         self._check_known(weights, slots)
         self._check_known({n: n for n, owner in owners.items() if n == owner}, {STEP: steps})
@@ -108,7 +108,7 @@ class _Finding:
                 leaves_by_slot.setdefault(str(keys[0]), {})[name] = leaf
         return leaves_by_slot
 
-    def _arrays_alone(self, slot: str, leaves: Mapping[str, str]) -> Mapping[str, str]:
+    def _arrays_alone(self, leaves: Mapping[str, str]) -> Mapping[str, str]:
         entries = self.index.entries
         for leaf in leaves.values():
             if leaf not in entries:

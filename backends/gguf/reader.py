@@ -13,7 +13,7 @@ import importlib
 import math
 import struct
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -105,12 +105,6 @@ class Quantization:
     nbytes: int
     halves: tuple[int, ...] | None = None
 
-    def swapped(self) -> tuple[int, ...]:
-        """`halves`; raises NotImplementedError if these are not all that the byte order changes."""
-        if self.halves is None:
-            raise NotImplementedError("of a big-endian file")
-        return self.halves
-
 
 @dataclass(frozen=True)
 class GGUFBlocks:
@@ -143,7 +137,9 @@ class GGUFBlocks:
     def _decoded(self, data: Array) -> Array:
         try:
             if self.big_endian:
-                for start in self.kind.swapped():
+                if self.kind.halves is None:
+                    raise NotImplementedError("of a big-endian file")
+                for start in self.kind.halves:
                     data[:, start : start + 2] = data[:, start : start + 2][:, ::-1].copy()
             kind = self.quants.GGMLQuantizationType(self.number)
             with np.errstate(all="ignore"):  # scales can be infinite
@@ -322,9 +318,7 @@ class _GGUFHeader:
             raise self.damaged(f"{_ALIGNMENT} is {quoted(alignment)}")
         begin = -(-cursor.at // alignment) * alignment
         self._begin, self._alignment = begin, alignment
-        self.tensors = [
-            _GGUFTensor(t.name, t.shape, t.kind, begin + t.offset) for t in descriptions
-        ]
+        self.tensors = [replace(t, offset=begin + t.offset) for t in descriptions]
 
     def damaged(self, reason: str) -> CheckpointCorrupt:
         """The error for a damaged file."""

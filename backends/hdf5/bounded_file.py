@@ -7,10 +7,10 @@ that leads back to itself, or in which much refers to the same bytes, ends at th
 from __future__ import annotations
 
 import os
-from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 from unickpt.errors import CheckpointCorrupt
 
@@ -34,7 +34,6 @@ class BoundedFile:
     size: int
     fetch: Callable[[int, int], bytes]
     closed: bool = False
-    _pages: OrderedDict[int, bytes] = field(default_factory=OrderedDict)
     _fetched_pages: set[int] = field(default_factory=set)
     _offset: int = 0
     _charged: int = 0
@@ -102,15 +101,13 @@ class BoundedFile:
         if min(self._room, self._copies) < 0:
             raise self.damaged(f"a structure before byte {self._offset} is too large")
 
-    def _page(self, number: int) -> bytes:
-        data = self._pages.pop(number, None)
-        if data is None:
-            data = self.fetch(number * _PAGE, min(_PAGE, self.size - number * _PAGE))
-            self._fetched += len(data)
-            self._fetched_pages.add(number)
-        self._pages[number] = data
-        if len(self._pages) > _PAGES:
-            self._pages.popitem(last=False)
+    def __post_init__(self) -> None:
+        self._page = lru_cache(_PAGES)(self._fetched_page)
+
+    def _fetched_page(self, number: int) -> bytes:
+        data = self.fetch(number * _PAGE, min(_PAGE, self.size - number * _PAGE))
+        self._fetched += len(data)
+        self._fetched_pages.add(number)
         return data
 
     def damaged(self, reason: str) -> CheckpointCorrupt:

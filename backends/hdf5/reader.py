@@ -22,6 +22,7 @@ import msgspec
 import numpy as np
 
 from unickpt.backends._files import loose_files
+from unickpt.backends._files.headers import naming
 from unickpt.backends._files.loose_files import FoundFiles, decoded, open_kind
 from unickpt.backends._files.zip_files import DEFLATED, STORED, Member, ZipFile
 from unickpt.backends.hdf5.chunks import HDF5Chunk, HDF5Storage, storage
@@ -52,7 +53,6 @@ from unickpt.extend import (
     quoted,
     read_file_box,
     reading,
-    reading_failed,
     tree_from_names,
     tree_to_json,
 )
@@ -341,7 +341,7 @@ class Hdf5Reader(RangeReader):
             range(a // c, -(-b // c)) for a, b, c in zip(box.start, box.stop, extents, strict=True)
         ]
         near = math.prod(map(len, ranges)) <= len(chunks)
-        try:
+        with naming(self.location, f"array {entry.name!r} {box}"):
             for place in itertools.product(*ranges) if near else chunks:
                 start = tuple(i * c for i, c in zip(place, extents, strict=True))
                 stop = tuple(a + c for a, c in zip(start, extents, strict=True))
@@ -349,12 +349,6 @@ class Hdf5Reader(RangeReader):
                 if place in chunks and overlap is not None and overlap.size:
                     piece = out[overlap.relative_to(box.start).slices]
                     self._read_chunk(how, chunks[place], overlap.relative_to(start), piece)
-        except Failed as error:
-            raise reading_failed(error, f"{self.location}: array {entry.name!r} {box}") from error
-        except CheckpointCorrupt as error:
-            raise CheckpointCorrupt(
-                f"{self.location}: array {entry.name!r} {box} cannot be read: {error}"
-            ) from error
 
     def _read_chunk(self, how: HDF5Storage, chunk: HDF5Chunk, local: Box, out: Array) -> None:
         """Reads a part of a chunk."""
@@ -390,17 +384,6 @@ def _root(files: Files, name: str, stored: _HDF5Place) -> HDF5Object:
         return files.read(name, begin + offset, count)
 
     return HDF5File(f"{files.location}: {name}", stored.size, read).root
-
-
-def layer_names(files: Files, name: str) -> LayerNames:
-    """The names that Keras gives layers in one of several files of a model.
-
-    Raises:
-        CheckpointCorrupt: it is damaged.
-        Failed: the storage failed.
-    """
-    with _damages(f"{files.location}: {name} is damaged"):
-        return _layer_names(_root(files, name, _stored(files, name)))
 
 
 @contextmanager
@@ -579,8 +562,10 @@ def _groups(files: Files, index: str) -> Mapping[str, Sequence[str]]:
 
 
 def _present(files: Files, shard: str, index: str) -> LayerNames:
+    """The names that Keras gives layers in one of several files of a model."""
     try:
-        return layer_names(files, shard)
+        with _damages(f"{files.location}: {shard} is damaged"):
+            return _layer_names(_root(files, shard, _stored(files, shard)))
     except Damaged as error:
         raise files.damaged(
             f"{shard} is missing, or damaged, which belongs to {index}: {error}"

@@ -12,7 +12,7 @@ from typing import Any
 
 from unickpt.backends._files import loose_files
 from unickpt.backends._files.headers import Cursor, size_of
-from unickpt.backends._files.loose_files import FoundFiles, open_kind
+from unickpt.backends._files.loose_files import open_kind
 from unickpt.backends._files.tree_tables import table_of_tree
 from unickpt.backends.numpy.npz import MAGIC, MOST_HEADER, parsed
 from unickpt.extend import Files, RangeReader, Reader, TensorSource, reading
@@ -32,13 +32,10 @@ def open(files: Files, hints: Mapping[str, Any]) -> Reader | None:
         StorageError: the storage failed.
     """
 
-    def make(selection: FoundFiles) -> Reader | None:
-        return _open(files, selection.names[0])
-
     if files.single is not None:
         with reading(files.location):
-            return make(FoundFiles((files.single,)))
-    return open_kind(files, loose_files.EQUINOX, make)
+            return _open(files, files.single)
+    return open_kind(files, loose_files.EQUINOX, lambda selection: _open(files, selection.names[0]))
 
 
 class EquinoxReader(RangeReader):

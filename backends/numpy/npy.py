@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from unickpt.backends._files import loose_files
-from unickpt.backends._files.loose_files import FoundFiles, open_kind
+from unickpt.backends._files.loose_files import open_kind
 from unickpt.backends.numpy.npz import MOST_HEADER, parsed
 from unickpt.extend import ArrayTable, Files, RangeReader, Reader, name_component
 
@@ -24,10 +24,7 @@ def open(files: Files, hints: Mapping[str, Any]) -> Reader | None:
         StorageError: the storage failed.
     """
 
-    def make(selection: FoundFiles) -> NpyReader:
-        return NpyReader(files, selection.names[0])
-
-    return open_kind(files, loose_files.NPY, make)
+    return open_kind(files, loose_files.NPY, lambda selection: NpyReader(files, selection.names[0]))
 
 
 class NpyReader(RangeReader):

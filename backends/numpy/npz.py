@@ -22,7 +22,7 @@ from unickpt.backends._files.flat_names import (
     plain_values,
     refuse,
 )
-from unickpt.backends._files.headers import sizes
+from unickpt.backends._files.headers import naming, sizes
 from unickpt.backends._files.loose_files import open_kind
 from unickpt.backends._files.zip_files import DEFLATED, STORED, Member, ZipFile
 from unickpt.backends._files.zip_layout import Content, ZipLayout
@@ -32,7 +32,6 @@ from unickpt.extend import (
     ArrayEntry,
     ArrayTable,
     Box,
-    Failed,
     FileRange,
     Files,
     Index,
@@ -46,7 +45,6 @@ from unickpt.extend import (
     dtype_name,
     name_component,
     quoted,
-    reading_failed,
     row_major,
     shortened,
 )
@@ -176,12 +174,8 @@ class NpzReader(RangeReader):
         member, header = self._deflated[entry.name]
         is_plain = header.source("").is_row_major
         flat = out.reshape(-1) if is_plain else np.empty(out.size, out.dtype)
-        try:
+        with naming(self.location, f"array {entry.name!r}"):
             self._zip.inflate(member, flat.view(np.uint8).data, header.length)
-        except Failed as error:
-            raise reading_failed(error, f"{self.location}: array {entry.name!r}") from error
-        except CheckpointCorrupt as error:
-            raise CheckpointCorrupt(f"{self.location}: array {entry.name!r}: {error}") from error
         if not is_plain:
             out[...] = flat.reshape(header.shape[::-1]).T
         if header.big_endian:

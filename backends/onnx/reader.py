@@ -63,23 +63,16 @@ def open(files: Files, hints: Mapping[str, Any]) -> Reader | None:
 
     def make(selection: FoundFiles) -> Reader | None:
         model = _Model(files, selection.names[0])
-        return OnnxReader(files, model.table) if model.has_graph else None
+        table = model.table
+        return OnnxReader(files, table.index(), table.boxes) if model.has_graph else None
 
     return open_kind(files, loose_files.ONNX, make)
 
 
 class OnnxReader(RangeReader):
-    """The initializers of a model.
-
-    Arguments:
-        files: of the checkpoint.
-        table: where they are.
-    """
+    """The initializers of a model."""
 
     format = "onnx"
-
-    def __init__(self, files: Files, table: ArrayTable) -> None:
-        super().__init__(files, table.index(), table.boxes)
 
 
 class _Field(NamedTuple):

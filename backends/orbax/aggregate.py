@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from unickpt.backends._files.msgpack_files import Elsewhere, scan
-from unickpt.backends.orbax.metadata import ItemMetadata, NamedTuple, Stored
+from unickpt.backends.orbax.metadata import ItemMetadata, NamedTuple, Stored, lost_leaf
 from unickpt.extend import ArrayTable, Files, Index, RangeReader, TensorSource, quoted
 
 FILE = "checkpoint"
@@ -147,15 +147,9 @@ def _stored(files: Files, tree: Any) -> tuple[Stored, ...]:
     Raises:
         CheckpointCorrupt: two of them are in the same place.
     """
-    places = dict[tuple[str, bool], tuple[str, ...]]()
-    stored_leaves = list[Stored]()
-    for path, leaf in _flat(tree, ()):
-        if isinstance(leaf, Stored):
-            other = places.setdefault((leaf.name, leaf.kind == "text"), path)
-            if other != path:
-                raise files.damaged(
-                    f"{FILE}: {_shown(other)} and {_shown(path)} are both in {quoted(leaf.name)}, "
-                    "so that the data of one of them is lost"
-                )
-            stored_leaves.append(leaf)
-    return tuple(stored_leaves)
+    if (lost := lost_leaf(_flat(tree, ()))) is not None:
+        raise files.damaged(
+            f"{FILE}: {_shown(lost[0])} and {_shown(lost[1])} are both in {quoted(lost[2])}, so "
+            "that the data of one of them is lost"
+        )
+    return tuple(leaf for _, leaf in _flat(tree, ()) if isinstance(leaf, Stored))

@@ -104,11 +104,15 @@ def item(data: bytes, where: str) -> ItemMetadata:
     root = _loaded(data, where)
     try:
         leaves = dict(map(_leaf, root["tree_metadata"].values()))
-        if len(leaves) != len(root["tree_metadata"]):
-            raise ValueError("it lists a leaf twice")
-        _check_names(leaves)
-        rich = root.get("value_metadata_tree")
         by_path = {tuple(key for key, _ in path): leaf for path, leaf in leaves.items()}
+        if len(by_path) != len(root["tree_metadata"]):
+            raise ValueError("it lists a leaf twice")
+        if (lost := lost_leaf(by_path.items())) is not None:
+            raise ValueError(
+                f"{quoted(list(lost[0]))} and {quoted(list(lost[1]))} were both written as "
+                f"{quoted(lost[2])}, so that the data of one of them is lost"
+            )
+        rich = root.get("value_metadata_tree")
         if rich is not None:
             content = _rich(json.loads(rich), (), by_path)
             if by_path:
@@ -147,18 +151,20 @@ def _value(name: str, kind: Any) -> Any:
     return f"<{quoted(kind)[1:-1]}>"  # of a custom type handler
 
 
-def _check_names(leaves: Mapping[_Path, Any]) -> None:
-    """Orbax joins keys by dots and escapes none: two leaves may have been written to one place."""
-    seen: dict[tuple[str, bool], _Path] = {}
-    for path, leaf in leaves.items():
+def lost_leaf(
+    leaves: Iterable[tuple[tuple[str, ...], Any]],
+) -> tuple[tuple[str, ...], tuple[str, ...], str] | None:
+    """The keys of two leaves that were written to one place, and its name; None if there are none.
+
+    Orbax joins keys by dots and escapes none.
+    """
+    first: dict[tuple[str, bool], tuple[str, ...]] = {}
+    for path, leaf in leaves:
         if isinstance(leaf, Stored):
-            other = seen.setdefault((leaf.name, leaf.kind == "text"), path)
-            if other is not path:
-                keys = [[key for key, _ in leaf_path] for leaf_path in (other, path)]
-                raise ValueError(
-                    f"{quoted(keys[0])} and {quoted(keys[1])} were both written as "
-                    f"{quoted(leaf.name)}, so that the data of one of them is lost"
-                )
+            other = first.setdefault((leaf.name, leaf.kind == "text"), path)
+            if other != path:
+                return other, path, leaf.name
+    return None
 
 
 def _nested(leaves: Sequence[tuple[_Path, Any]], depth: int) -> Any:

@@ -7,7 +7,6 @@ torch/distributed/checkpoint/_hf_utils.py).
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Collection, Mapping, Sequence
@@ -15,10 +14,9 @@ from typing import Any
 
 from unickpt.backends._files import loose_files
 from unickpt.backends._files.flat_names import SEPARATOR, can_nest, nested_name
-from unickpt.backends._files.headers import sizes
 from unickpt.backends._files.loose_files import FoundFiles, open_kind, weight_map
-from unickpt.backends._files.safetensors_headers import SafetensorsHeader, read_header
-from unickpt.errors import CheckpointCorrupt, CoverageError
+from unickpt.backends._files.safetensors_headers import SHARDING, SafetensorsHeader, read_header
+from unickpt.errors import CoverageError
 from unickpt.extend import (
     ArrayEntry,
     ArrayTable,
@@ -37,7 +35,6 @@ from unickpt.extend import (
 _SUFFIX = ".safetensors"
 # As transformers numbers the files of a folder; those of torch's ranks are numbered otherwise.
 _NUMBERED = r"(?!shard-\d)(.*)-\d{5}-of-(\d{5})\.safetensors"
-_SHARDING = "DCP_SHARDING_INFO"
 
 HINTS: Collection[str] = ()
 
@@ -94,7 +91,7 @@ class SafetensorsReader(RangeReader):
     ) -> None:
         pieces = _pieces(files, headers, where)
         metadata = {k: v for header in headers.values() for k, v in header.metadata.items()}
-        metadata.pop(_SHARDING, None)
+        metadata.pop(SHARDING, None)
         is_nested = metadata.pop(SEPARATOR, None) == "/" and can_nest(pieces)
         name_of = nested_name if is_nested else name_component
         table = ArrayTable()
@@ -129,11 +126,10 @@ def _pieces(
     pieces: dict[str, tuple[str, list[FileBox]]] = {}
     first_in: dict[str, str] = {}
     for file, header in headers.items():
-        offsets = _offsets(header, f"{files.location}: {file}")
         for name, tensor in header.tensors.items():
             if where is not None and where.get(name, file) != file:
                 continue  # the index wins; what it lacks is not hidden
-            start = offsets.get(name)
+            start = header.offsets.get(name)
             if name in pieces and start is None:
                 raise files.damaged(
                     f"{quoted(name)} is in {first_in[name]} and in {file}, and no index says which "
@@ -160,15 +156,3 @@ def _pieces(
             f"contain it; {len(missing)} missing in all"
         )
     return pieces
-
-
-def _offsets(header: SafetensorsHeader, where: str) -> dict[str, tuple[int, ...]]:
-    """Where pieces begin in their tensors, if torch recorded it."""
-    text = header.metadata.get(_SHARDING)
-    if text is None:
-        return {}
-    try:
-        sharding = json.loads(text)
-        return {name: sizes(facts["saved_offsets"]) for name, facts in sharding.items()}
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointCorrupt(f"{where}: {_SHARDING} in its header is damaged") from error

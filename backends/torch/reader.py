@@ -58,26 +58,20 @@ def _open_single(files: Files, name: str) -> Reader:
 
 def _open_sharded(files: Files, where: Mapping[str, str], index: str) -> Reader:
     opened = {name: TorchFile(files, name) for name in sorted({*where.values()})}
-    root: dict[str, Any] = {}
-    by_file: dict[int, TorchFile] = {}
-    missing = []
-    unlisted = {
-        name: file_name
-        for file_name, file in opened.items()
-        for name, value in (file.value.items() if isinstance(file.value, dict) else ())
+    states = {name: x.value if isinstance(x.value, dict) else {} for name, x in opened.items()}
+    unlisted = {  # what an index lacks is not hidden
+        name: file
+        for file, state in states.items()
+        for name, value in state.items()
         if isinstance(name, str) and name not in where and isinstance(value, Tensor)
     }
-    for name, file_name in {**where, **unlisted}.items():  # what an index lacks is not hidden
-        state = opened[file_name].value
-        tensor = state.get(name) if isinstance(state, dict) else None
-        if isinstance(tensor, Tensor):
-            root[name] = tensor
-            by_file[id(tensor)] = opened[file_name]
-        else:
-            missing.append(name)
+    listed = {**where, **unlisted}
+    root = {name: states[file].get(name) for name, file in listed.items()}
+    missing = [name for name, value in root.items() if not isinstance(value, Tensor)]
     if missing:
         raise files.damaged(
             f"{index} says that {quoted(missing[0])} is in {where[missing[0]]}, which does not "
             f"contain it; {len(missing)} missing in all"
         )
+    by_file = {id(tensor): opened[listed[name]] for name, tensor in root.items()}
     return TorchFilesReader(files, root, by_file)

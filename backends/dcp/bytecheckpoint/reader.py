@@ -273,7 +273,7 @@ def _raw(form: bytes, facts: TensorFacts, chunk: DcpChunk, files: Files) -> File
     """
     blob = chunk.blob
     try:
-        tensor, _ = pickles.read(form, torch_tensors.CONSTRUCTORS, torch_tensors.storage)
+        tensor = pickles.read(form, torch_tensors.CONSTRUCTORS, torch_tensors.storage)
     except BadPickle as error:
         raise unread(error, f"the description of {chunk.box}") from error
     expected = dtype_and_shape(facts.dtype, chunk.box.shape)

@@ -35,7 +35,7 @@ def renamed(data: bytes) -> bytes:
 
 
 def decoded(data: bytes) -> Any:
-    found, _ = pickles.read(data, CONSTRUCTORS)
+    found = pickles.read(data, CONSTRUCTORS)
     return known_objects.decoded(found) if isinstance(found, pickles.PickledObject) else found
 
 
@@ -166,7 +166,7 @@ def test_what_has_no_plain_form_stays_as_it_was(value: Any, tmp_path: Path) -> N
 
 
 def facts(value: Any) -> pickles.PickledObject:
-    found, _ = pickles.read(pickle.dumps(value, 2), CONSTRUCTORS)
+    found = pickles.read(pickle.dumps(value, 2), CONSTRUCTORS)
     assert isinstance(found, pickles.PickledObject)
     return found
 

@@ -56,7 +56,7 @@ class Listing(list[Any]):
 
 def again(value: Any, protocol: int) -> Any:
     """What Python makes of its own pickle, after it was read as facts and written."""
-    facts, _ = pickles.read(pickle.dumps(value, protocol), {}, PersistentId)
+    facts = pickles.read(pickle.dumps(value, protocol), {}, PersistentId)
     return pickle.loads(dumps(facts))
 
 
@@ -112,7 +112,7 @@ def test_an_object_in_its_own_arguments() -> None:
     args: list[Any] = []
     call = PickledCall(Global("collections.deque"), (args,))
     args.append(call)
-    found, _ = pickles.read(dumps([call, call]), {})
+    found = pickles.read(dumps([call, call]), {})
     assert found[0] is found[1]
     assert found[0].args[0][0] is found[0]
 
@@ -127,7 +127,7 @@ def test_deep_nesting_is_written() -> None:
     deep: Any = []
     for _ in range(50_000):
         deep = [deep]
-    found, _ = pickles.read(dumps(deep), {})
+    found = pickles.read(dumps(deep), {})
     for _ in range(50_000):
         [found] = found
     assert found == []

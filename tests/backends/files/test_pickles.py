@@ -23,7 +23,7 @@ _BOUND = 5.0  # seconds of processor time; what would take minutes or hours with
 
 
 def read(data: bytes, **constructors: Any) -> Any:
-    return pickles.read(data, {**pickles.PLAIN, **constructors})[0]
+    return pickles.read(data, {**pickles.PLAIN, **constructors})
 
 
 def refused(data: bytes) -> str:
@@ -56,16 +56,9 @@ def test_shared_and_recursive_objects_stay_so(protocol: int) -> None:
 def test_containers_of_the_library(protocol: int) -> None:
     default = collections.defaultdict(list, {"a": 1})
     tree = [collections.OrderedDict(x=1, y=2), default, {1, 2}]
-    found, _ = pickles.read(pickle.dumps(tree, protocol), torch_tensors.CONSTRUCTORS)
+    found = pickles.read(pickle.dumps(tree, protocol), torch_tensors.CONSTRUCTORS)
     assert found[:2] == [{"x": 1, "y": 2}, {"a": 1}]
     assert sorted(found[2]) == [1, 2]
-
-
-def test_several_pickles_in_a_row() -> None:
-    data = b"abc" + pickle.dumps(1) + pickle.dumps([2])
-    first, end = pickles.read(data, {}, start=3)
-    second, last = pickles.read(data, {}, start=end)
-    assert (first, second, last) == (1, [2], len(data))
 
 
 class Ours:
@@ -127,7 +120,7 @@ def test_what_is_known_is_not_changed_by_a_state() -> None:
     function: Any = torch_tensors.CONSTRUCTORS["torch.Size"]
     before = function.keywords.copy(), dict(function.__dict__)
     data = b"\x80\x02ctorch\nSize\nN}U\x0c__defaults__K\x01s\x86b."
-    found, _ = pickles.read(data, torch_tensors.CONSTRUCTORS)
+    found = pickles.read(data, torch_tensors.CONSTRUCTORS)
     assert isinstance(found, Global)
     assert (function.keywords, dict(function.__dict__)) == before
 
@@ -283,7 +276,7 @@ def real() -> bytes:
 
 
 def machine(data: bytes) -> Any:
-    return pickles.read(data, torch_tensors.CONSTRUCTORS, torch_tensors.storage)[0]
+    return pickles.read(data, torch_tensors.CONSTRUCTORS, torch_tensors.storage)
 
 
 def test_truncation_at_every_byte_is_an_error() -> None:

@@ -29,8 +29,7 @@ WRITERS = {"zip": file_writers.torch_zip, "legacy": file_writers.torch_legacy}
 
 def facts(value: Any) -> Any:
     """An object as its pickle describes it."""
-    found, _ = pickles.read(pickle.dumps(value, 2), {})
-    return found
+    return pickles.read(pickle.dumps(value, 2), {})
 
 
 def written(path: Path, value: Any, kind: str = "zip") -> Path:
@@ -169,7 +168,7 @@ def test_an_object_in_itself(tmp_path: Path) -> None:
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("archive/data.pkl", dumps([loop, loop]))
     first, second = (unickpt.open(path).values[name] for name in ("0", "1"))
-    found, _ = pickles.read(first.pickle, {})
+    found = pickles.read(first.pickle, {})
     assert found.state["self"] is found
     assert first == second
 
