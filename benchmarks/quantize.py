@@ -19,7 +19,7 @@ import numpy as np
 from trained import Training
 
 from unickpt.plugins.quantize import codes as kinds
-from unickpt.plugins.quantize import search, values
+from unickpt.plugins.quantize import quantized_chunk, search
 
 Arrays = dict[str, np.ndarray[Any, Any]]
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -68,9 +68,9 @@ def through(x: np.ndarray[Any, Any], codes: str) -> tuple[Any, int, float, float
     """What is loaded of an array, its stored bytes, and the seconds of both ways."""
     out = np.empty_like(x)
     started = time.process_time()
-    encoded = values.encode(x, codes)
+    encoded = quantized_chunk.encode(x, codes)
     middle = time.process_time()
-    values.decode(encoded.data, out, codes)
+    quantized_chunk.decode(encoded.data, out, codes)
     return out, encoded.data.nbytes, middle - started, time.process_time() - middle
 
 

@@ -174,7 +174,7 @@ def _parts_text(view: View, source: str) -> str:
     module = module if is_module else ""
     return (
         f"{source} has more than arrays. To export a part of it, pass {', or '.join(parts)}{more}; "
-        f"on the command line, --under {shown[0][0]}.{module} Of the whole,\n"
+        f"on the command line, --under {shown[0][0]}.{module} The whole is refused:\n"
     )
 
 

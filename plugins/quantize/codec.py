@@ -18,7 +18,7 @@ from unickpt.extend import (
     StoredChunk,
     quoted,
 )
-from unickpt.plugins.quantize import choice, codes, values
+from unickpt.plugins.quantize import choice, codes, quantized_chunk
 from unickpt.plugins.quantize.blocks import stored_bytes
 from unickpt.plugins.quantize.choice import QuantizePatterns
 from unickpt.plugins.quantize.restores import RestoreCount, Restores
@@ -68,8 +68,8 @@ class Quantize(SaveFeature):
         """Quantises a chunk."""
         chosen = entry.settings["codes"]
         try:
-            coded = values.encode(chunk, chosen)
-        except values.NotQuantizable as error:
+            coded = quantized_chunk.encode(chunk, chosen)
+        except quantized_chunk.NotQuantizable as error:
             raise UnsupportedLeaf(
                 f"array {entry.name!r} ({entry.dtype_and_shape}) cannot be stored as {chosen} "
                 f"(SaveOptions.quantize): {error}. Leave it out, with None for its name before the "
@@ -80,8 +80,8 @@ class Quantize(SaveFeature):
     def decode(self, entry: ArrayEntry, data: Array, out: Array) -> None:
         """Decodes a chunk."""
         try:
-            values.decode(data, out, entry.settings["codes"])
-        except values.BadCodes as error:
+            quantized_chunk.decode(data, out, entry.settings["codes"])
+        except quantized_chunk.BadCodes as error:
             raise NotDecodable(str(error)) from None
 
     def stored_bytes(self, entry: ArrayEntry, shape: Sequence[int]) -> int:

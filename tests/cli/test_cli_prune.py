@@ -110,7 +110,7 @@ def test_it_keeps_what_a_checkpointer_with_these_rules_keeps(tmp_path: Path) -> 
 def test_rules_that_make_no_sense(tmp_path: Path) -> None:
     save(tmp_path, 1, 2, 3)
     for flags, message in [
-        ([], "say which steps to keep"),
+        ([], "(--keep-last 3 on the command line)"),
         (["--keep-last", "0"], "keep_last=0 must be an integer, at least 1"),
         (["--keep-best", "2"], "give both keep_best and metric"),
         (["--keep-best", "2", "--metric", "los"], "has metric='los', .*they have accuracy, loss"),

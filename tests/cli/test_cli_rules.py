@@ -176,8 +176,8 @@ def test_presets_are_listed_and_printed(folder: Path) -> None:
     assert str(unickpt.Rules.load("mine.rules").shared[0]).endswith(
         "lift 0/count <-> state/{p}/step"
     )
-    assert "there is no preset 'lama'; presets are bytecheckpoint, dcp, deepspeed, flax" in run(
-        "presets", "lama", code=2
+    assert "there is no preset 'other'; presets are bytecheckpoint, dcp, deepspeed, flax" in run(
+        "presets", "other", code=2
     )
     assert json.loads(run("presets", "--json"))["presets"].keys() == set(unickpt.Rules.presets())
 

@@ -24,7 +24,7 @@ from unickpt.errors import CheckpointCorrupt, UnsupportedFormat
 from unickpt.format import chunk_grid, codec, index_json
 from unickpt.format.index import INDEX_KEY, ArrayEntry, Index
 from unickpt.plugins.incremental import patches
-from unickpt.plugins.quantize import values
+from unickpt.plugins.quantize import quantized_chunk
 from unickpt.plugins.quantize.blocks import Blocks
 from unickpt.trees import tree, tree_json
 from unickpt.types import Layout, LocalFragments, Mesh
@@ -119,9 +119,9 @@ def test_parts_of_the_format() -> None:
 def test_the_quantised_chunk_of_the_format() -> None:
     x = np.array([1.0, 1.5, 2.0, 2.5], np.float32)
     stored = bytes.fromhex("".join(code(row[0])[0] for row in table("quantised")))
-    assert values.encode(x, "int2").data.tobytes() == stored
+    assert quantized_chunk.encode(x, "int2").data.tobytes() == stored
     out = np.empty_like(x)
-    values.decode(np.frombuffer(stored, np.uint8), out, "int2")
+    quantized_chunk.decode(np.frombuffer(stored, np.uint8), out, "int2")
     assert (out == x).all()
     assert Blocks.of((40, 300)) == Blocks(40, 300)
     assert Blocks.of((8, 40, 3, 3)) == Blocks(8, 360)

@@ -138,9 +138,10 @@ def test_a_class_is_no_leaf_to_load_into(stored: Path) -> None:
             "metadata['a']['b'] cannot be stored in JSON: it is",
         ),
         ({"a": [0, {"c": {1}}]}, "metadata['a'][1]['c'] cannot be stored in JSON: it is {1} of"),
-        ({"a": {"b": 1, 2: 3}}, "metadata['a'] has the key 2, but keys in JSON are str"),
+        ({"a": {"b": 1, 2: 3}}, "metadata['a'] has the key 2, but keys in JSON are str; use"),
         ({"a": (1, 2)}, "metadata['a'] cannot be stored in JSON: it is (1, 2) of type tuple"),
         ({"a": float("nan")}, "metadata['a'] cannot be stored in JSON: it is nan of type float"),
+        ({"a": object()}, "of type object; convert it, or leave it out"),
         ({"a": "\ud800"}, "metadata['a'] cannot be stored in JSON"),
         ({"\ud800": 1}, "which is not valid Unicode text"),
         ("text", "metadata must be a dict, not of type str"),
@@ -354,7 +355,9 @@ def test_a_run_of_another_system_is_not_taken_for_an_empty_one(tmp_path: Path) -
         (tmp_path / name).mkdir()
     with pytest.raises(CheckpointNotFound, match=r"it has checkpoint-1000, checkpoint-500, which"):
         Checkpointer(tmp_path).load()
-    with pytest.raises(CheckpointNotFound, match=r"no step is committed in .*/none$"):
+    with pytest.raises(
+        CheckpointNotFound, match=r"no step is committed in .*/none; check the path;"
+    ):
         Checkpointer(tmp_path / "none").load()
 
 

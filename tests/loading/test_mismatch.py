@@ -216,6 +216,76 @@ def test_the_rule_for_transposed_arrays_works() -> None:
     assert np.array_equal(got["a"], stored["a"].T)
 
 
+def flax(**modules: Any) -> dict[str, Any]:
+    return {"params": modules}
+
+
+class Net(torch.nn.Module):
+    def __init__(self, convolution: bool = False) -> None:
+        super().__init__()
+        self.up = torch.nn.Linear(3, 2)
+        if convolution:
+            self.conv = torch.nn.Conv2d(3, 4, (2, 5))
+
+
+UP = {"kernel": np.arange(6, dtype=np.float32).reshape(3, 2), "bias": np.ones(2, np.float32)}
+CONV = {"kernel": np.ones((2, 5, 3, 4), np.float32), "bias": np.ones(4, np.float32)}
+
+
+@pytest.mark.parametrize(
+    ("stored", "like", "rules"),
+    [
+        (flax(up=UP), Net(), 'Rules.preset("flax")'),
+        (flax(up=UP), {"model": Net()}, 'Rules.parse("include flax under <-> model/")'),
+        (
+            {"a": flax(up=UP)},
+            {"a": {"b": Net()}},
+            'Rules.parse("include flax under a/ <-> a/b/")',
+        ),
+        (
+            flax(up=UP, conv=CONV),
+            Net(convolution=True),
+            r'Rules.parse("include flax\ninclude flax-conv")',
+        ),
+        (Net(), flax(up=UP), 'Rules.preset("flax").inverse'),
+        (
+            {"model": Net()},
+            flax(up=UP),
+            'Rules.parse("include flax under <-> model/").inverse',
+        ),
+    ],
+)  # fmt: skip
+def test_the_rules_between_flax_and_torch_work(stored: Any, like: Any, rules: str) -> None:
+    lines = message(stored, like).splitlines()
+    assert len(lines) == 2  # the cause explains all differences
+    assert lines[1].endswith(f" Load with rules=unickpt.{rules}")
+    parsed = eval(f"unickpt.{rules}", {"unickpt": unickpt})
+    unickpt.load("memory://mismatch/table", like, rules=parsed)
+
+
+def test_weights_of_torch_are_not_taken_for_flax() -> None:
+    """A bias alone, names with signs of the notation, and other shapes."""
+    for stored, like in (
+        (flax(up={"bias": np.ones(2)}), {"up.bias": np.ones(2)}),
+        ({"a b": flax(up={"kernel": np.ones(2)})}, {"up.weight": np.ones(2)}),
+        (flax(up={"kernel": np.ones((3, 2))}), {"up.weight": np.ones((2, 4))}),
+    ):
+        assert "Flax" not in message(stored, like)
+
+
+def test_a_renamed_matrix_that_is_transposed_gets_a_rule() -> None:
+    stored = {"m": {name: {"kernel": np.ones((3, 2))} for name in "ab"}}
+    like = {"m": {name: {"weight": np.zeros((2, 3))} for name in "ab"}}
+    rule = message(stored, like).partition("such as `")[2].partition("`")[0]
+    assert rule == "m/a/kernel [i o] <-> m/a/weight [o i]"
+
+
+def test_a_leaf_of_both_sides_that_no_rule_maps_gets_a_rule() -> None:
+    options = {"rules": unickpt.Rules.parse("a <-> b"), "unexpected": "skip"}
+    lines = message({"a": 1, "step": 3}, {"b": 1, "step": 0}, **options).splitlines()
+    assert lines[1].endswith("requested 'step', stored 'step'. Add rules such as `step <-> step`")
+
+
 def test_what_has_another_shape_is_no_renamed_leaf() -> None:
     text = message({"old": [np.zeros(2)] * 3}, {"new": [np.zeros(5)] * 3})
     assert "likely cause" not in text

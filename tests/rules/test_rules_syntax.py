@@ -14,7 +14,7 @@ from unickpt.errors import RuleError, RuleSyntaxError, RuleWarning
 
 # The text of a rule, where the caret stands (as the text from there on), and the message.
 WRONG = [
-    ("a [i o] <-> b [o x]", "a [i o]", "but i on this side only, and x on the other side only"),
+    ("a [i o] <-> b [o x]", "a [i o]", "on this side only: i, on the other side only: x"),
     ("a [i i] <-> b [i]", "i] <->", "axis 'i' is used twice"),
     ("a/{l} [l e] <-> b [l e]", "l e] <->", "axis 'l' is used in the name and in the axes"),
     ("a [i o <-> b [i o]", "<->", "expected an axis"),
@@ -156,8 +156,8 @@ def test_statements_go_on_in_the_next_line() -> None:
     with pytest.raises(RuleSyntaxError) as raised:
         Rules.parse("a [e\n   f g]\n  <-> b [f\n     g h]")
     assert str(raised.value) == (
-        "rules, line 1: every axis must be on both sides under one name, but e on "
-        "this side only, and h on the other side only; write it in brackets, or in braces "
+        "rules, line 1: every axis must be on both sides under one name (on this side "
+        "only: e, on the other side only: h); write it in brackets, or in braces "
         "within names if it numbers arrays\n  a [e\n  ^"
     )
 
@@ -219,7 +219,9 @@ def test_files_include_files(tmp_path: Path) -> None:
 
 
 def test_presets_by_name() -> None:
-    with pytest.raises(RuleError, match="no preset 'lama'; presets are"):
+    with pytest.raises(RuleError, match="no preset 'other'; presets are"):
+        Rules.preset("other")
+    with pytest.raises(RuleError, match="did you mean 'litgpt-llama' or 'maxtext-llama' or"):
         Rules.preset("lama")
     with pytest.raises(RuleError, match="did you mean 'litgpt-qwen3' or 'maxtext-qwen3' or"):
         Rules.preset("transformers-qwen3")  # of another source

@@ -20,7 +20,8 @@ _ADVICE = {
     "missing": '`like` has leaves that the checkpoint lacks: missing="keep" keeps what they hold; '
     "abstract ones hold nothing, so leave them out or pass arrays with memory",
     "unexpected": 'the checkpoint has leaves that `like` lacks: unexpected="skip" skips them',
-    "dtype": "cast=True casts within one kind (float to float, integer to integer)",
+    "dtype": "cast=True casts within one kind (float to float, integer to integer); between kinds, "
+    "use rules with `as`",
     "shape": 'loading never changes a shape: mismatched="keep" keeps what `like` holds there; '
     "rules transpose, split and join axes",
     "kind": "an array, a plain value and a PerProcess each load only into their own type of leaf; "
@@ -213,7 +214,8 @@ def _unexplained(
     mended: set[tuple[str, str]] = set()
     for cause in likely:
         for requested, stored in cause.pairs if len(cause.pairs) > 1 else ():
-            if of_missing[requested].split()[:2] == of_unexpected[stored].split()[:2]:
+            same = of_missing[requested].split()[:2] == of_unexpected[stored].split()[:2]
+            if same or cause.moves_axes:
                 mended |= {("missing", requested), ("unexpected", stored)}
     return [row for row in rows if (row.problem, row.name) not in mended]
 

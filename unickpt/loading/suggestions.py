@@ -32,11 +32,13 @@ class Cause:
         text: one line.
         pairs: the requested and the stored name of each leaf.
         under: the part of the checkpoint that is meant, if all of `like` lies in one.
+        moves_axes: whether what the text says to do also makes the shapes equal.
     """
 
     text: str
     pairs: tuple[tuple[str, str], ...]
     under: str = ""
+    moves_axes: bool = False
 
 
 def causes(
@@ -53,11 +55,16 @@ def causes(
         {n: x for n, x in leaves.items() if len(n) <= _MOST_NAME}
         for leaves in (missing, unexpected)
     )
+    likely_causes = list(_flax_and_torch(left, stored_leaves))
     part = _part(left, stored_leaves, max(requested_count, len(missing)))
     if part is not None:
         return [part]
-    likely_causes = list(_in_parts(left, stored_leaves))
-    for reduced, text_of in ((_tokens, _separators_text), (bare, _wrappers_text)):
+    likely_causes += _in_parts(left, stored_leaves)
+    for reduced, text_of in (
+        (str, _rules_text),
+        (_tokens, _separators_text),
+        (bare, _wrappers_text),
+    ):
         pairs = tuple(_same_when(reduced, left, stored_leaves))
         if pairs:
             likely_causes.append(Cause(text_of(pairs), pairs))
@@ -69,6 +76,58 @@ def causes(
         likely_causes.append(best)
         _without(left, stored_leaves, best.pairs)
     return likely_causes
+
+
+_FLAX_NAME = re.compile(r"(|.*/)params/((?:[^/]+/)*)(kernel|embedding|scale|bias)")
+_TORCH_NAME = re.compile(r"(|.*/)((?:[^/.]+\.)*)(weight|bias)")
+_PREFIX = re.compile(r"[\w./-]*")
+
+
+def _flax_and_torch(left: dict[str, str], stored_leaves: dict[str, str]) -> Iterator[Cause]:
+    """The cause that one side has the names and axes of Flax, the other those of torch; removes
+    these leaves from what is left."""
+    for flax, torch, inverse in ((stored_leaves, left, ""), (left, stored_leaves, ".inverse")):
+        by_module: dict[tuple[str, bool], list[tuple[str, str]]] = {}
+        for match in filter(None, map(_FLAX_NAME.fullmatch, flax)):
+            key = (match[2].replace("/", "."), match[3] == "bias")
+            by_module.setdefault(key, []).append((match[1], match[0]))
+        by_prefixes: dict[tuple[str, str], list[tuple[str, str]]] = {}
+        for match in filter(None, map(_TORCH_NAME.fullmatch, torch)):
+            for under, name in by_module.get((match[2], match[3] == "bias"), [])[:_MOST_ALIKE]:
+                if _may_be_one(flax[name], torch[match[0]]):
+                    pair = (name, match[0]) if inverse else (match[0], name)
+                    by_prefixes.setdefault((under, match[1]), []).append(pair)
+        by_prefixes = {
+            prefixes: pairs
+            for prefixes, pairs in by_prefixes.items()
+            if all(map(_PREFIX.fullmatch, prefixes))
+            and any(not requested.endswith("bias") for requested, _ in pairs)
+        }
+        if by_prefixes:
+            prefixes = min(
+                by_prefixes, key=lambda x: (-len(by_prefixes[x]), len(x[0]), natural(x[0]))
+            )
+            pairs = sorted(by_prefixes[prefixes], key=lambda pair: pair[0].endswith("bias"))
+            has_convolutions = any(left[requested].count(",") > 1 for requested, _ in pairs)
+            rules = f"{_flax_rules(*prefixes, has_convolutions)}{inverse}"
+            stored_by, requested_by = ("torch", "Flax") if inverse else ("Flax", "torch")
+            text = (
+                f"stored with the names and axes of {stored_by}, requested with those of "
+                f"{requested_by}{_such_as(pairs)}. Load with rules={rules}"
+            )
+            yield Cause(text, tuple(pairs), moves_axes=True)
+            _without(left, stored_leaves, pairs)
+
+
+def _flax_rules(under: str, torch_under: str, has_convolutions: bool) -> str:
+    """The rules between Flax and torch, as Python code."""
+    presets = ["flax", "flax-conv"] if has_convolutions else ["flax"]
+    if not under and not torch_under and not has_convolutions:
+        return 'unickpt.Rules.preset("flax")'
+    prefixes = ["under", under, "<->", torch_under] if under or torch_under else []
+    lines = [" ".join(filter(None, ["include", preset, *prefixes])) for preset in presets]
+    text = "\\n".join(lines)
+    return f'unickpt.Rules.parse("{text}")'
 
 
 _STORED_IN_PARTS = (
@@ -158,6 +217,13 @@ def _same_when(
             yield name, stored[reduced(name)]
 
 
+def _rules_text(pairs: Sequence[tuple[str, str]]) -> str:
+    name = pairs[0][0]
+    return (
+        f"no rule maps what both sides have{_such_as(pairs)}. Add rules such as `{name} <-> {name}`"
+    )
+
+
 def _separators_text(pairs: Sequence[tuple[str, str]]) -> str:
     return (
         f"names differ only in dots and slashes{_such_as(pairs)}. A slash separates the keys of "
@@ -193,7 +259,8 @@ def _best_change(left: Mapping[str, str], stored_leaves: Mapping[str, str]) -> C
     ranked = sorted(votes.items(), key=lambda vote: (-len(vote[1]), natural(vote[1][0][0])))
     for change, pairs in ranked:
         if len(pairs) > 1:
-            return Cause(_change_text(change, pairs), tuple(pairs))
+            advice = _rename_advice(pairs, left, stored_leaves)
+            return Cause(_change_text(change, pairs) + advice, tuple(pairs))
     near = [(_ratio(*pairs[0]), pairs[0]) for change, pairs in ranked[:200] if _is_near(change)]
     likeliest = max(near, key=lambda pair: pair[0], default=(0.0, ("", "")))
     if likeliest[0] < _SIMILAR:
@@ -263,13 +330,13 @@ def _says(change: Change) -> bool:
 def _may_be_one(requested: str, stored: str) -> bool:
     """Whether a requested and a stored leaf could be the same: arrays with the same extents in any
     order."""
-    shapes = [re.search(_SHAPE, text) for text in (requested, stored)]
-    if shapes[0] is None or shapes[1] is None:
-        return shapes == [None, None]
-    requested_extents, stored_extents = (
-        sorted(shape[1].split(", ")) for shape in shapes if shape is not None
-    )
-    return requested_extents == stored_extents
+    return sorted(_extents(requested)) == sorted(_extents(stored))
+
+
+def _extents(text: str) -> list[str]:
+    """The extents of a leaf's shape as text; none of what has no shape."""
+    shape = re.search(_SHAPE, text)
+    return [] if shape is None else shape[1].split(", ")
 
 
 def _change_text(change: Change, pairs: Sequence[tuple[str, str]]) -> str:
@@ -280,7 +347,20 @@ def _change_text(change: Change, pairs: Sequence[tuple[str, str]]) -> str:
         what = f"requested under {requested!r}, but stored without it"
     else:
         what = f"requested {requested!r}, stored {stored!r}?"
-    return f"{what}{_such_as(pairs)}. Rename it in `like`, or map the names with rules"
+    return f"{what}{_such_as(pairs)}"
+
+
+def _rename_advice(
+    pairs: Sequence[tuple[str, str]], left: Mapping[str, str], stored_leaves: Mapping[str, str]
+) -> str:
+    """What to do about names that differ; the rule that transposes if matrices are transposed."""
+    for requested, stored in pairs:
+        extents = _extents(left[requested]), _extents(stored_leaves[stored])
+        is_transposed = extents[0] != extents[1] and extents[0] == extents[1][::-1]
+        if is_transposed and len(extents[0]) == 2 and _PREFIX.fullmatch(requested + stored):
+            rule = f"{stored} [i o] <-> {requested} [o i]"
+            return f". The axes are in another order: load with rules such as `{rule}`"
+    return ". Rename it in `like`, or map the names with rules"
 
 
 def _shown(part: Tokens, name: str) -> str:

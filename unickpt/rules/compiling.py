@@ -363,10 +363,10 @@ def _check_blocks(
                 continue
             near = min(theirs, key=lambda k: len(k ^ key))
             ours_only, theirs_only = _named(key - near), _named(near - key)
-            where = [f"{ours_only} on this side only"] if key - near else []
-            where += [f"{theirs_only} on the other side only"] if near - key else []
+            where = [f"on this side only: {ours_only}"] if key - near else []
+            where += [f"on the other side only: {theirs_only}"] if near - key else []
             raise syntax_error(
-                f"every axis must be on both sides under one name, but {', and '.join(where)}; "
+                f"every axis must be on both sides under one name ({', '.join(where)}); "
                 "write it in brackets, or in braces within names if it numbers arrays",
                 expr.position,
             )

@@ -35,8 +35,12 @@ def preset_file(name: str) -> Path:
         if path is not None:
             return path
     model = name.partition("-")[2] or name  # of another source: maxtext-qwen3, litgpt-qwen3
-    near = [preset for preset in presets() if model in preset.split("-", 1)[1:]]
+    models = {preset: preset.partition("-")[2] for preset in presets() if "-" in preset}
+    near = [preset for preset in models if models[preset] == model]
     near = near or difflib.get_close_matches(name, presets(), n=1)
+    if not near:
+        close = difflib.get_close_matches(model, models.values(), n=1)
+        near = [preset for preset in models if models[preset] in close]
     hint = f"presets are {', '.join(presets())}"
     if near:
         hint = f"did you mean {' or '.join(map(repr, near))}? `unickpt presets` lists all"

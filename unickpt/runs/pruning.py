@@ -69,7 +69,10 @@ class PruneRun:
         roles: Sequence[paths.PathLike] = (),
     ) -> None:
         if retention.keeps_all:
-            raise ValueError("say which steps to keep, such as keep_last=3; all others are removed")
+            raise ValueError(
+                "say which steps to keep, such as keep_last=3 (--keep-last 3 on the command line); "
+                "all others are removed"
+            )
         folder = StepFolder(root)
         other_roles = roles_of(folder, roles, {"local": local})
         self._steps = Steps(folder, None if local is None else StepFolder(local), other_roles)

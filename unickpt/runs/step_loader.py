@@ -147,7 +147,8 @@ def _no_step(location: Location) -> str:
         folders = location.folders(paths.context())
         foreign_folders = [n for n in folders if not n.startswith((".", "step_"))]
     more = (
-        f"; it has {shortened(first_few(foreign_folders), 200)}, which are no steps of unickpt: if "
+        f"it has {shortened(first_few(foreign_folders), 200)}, which are no steps of unickpt: if "
         "another system saved them, load one by unickpt.load(path)"
     )
-    return f"no step is committed in {location}{more if foreign_folders else ''}"
+    new = "check the path; in a new run, latest() is None, and there is nothing to load yet"
+    return f"no step is committed in {location}; {more if foreign_folders else new}"

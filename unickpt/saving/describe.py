@@ -337,7 +337,7 @@ def _json_fault(value: Any, where: str, within: tuple[object, ...]) -> str:
     if isinstance(value, dict):
         for key, child in value.items():
             if not isinstance(key, str):
-                return f"{where} has the key {quoted(key)}, but keys in JSON are str"
+                return f"{where} has the key {quoted(key)}, but keys in JSON are str; use str(key)"
             if not _is_json(key):
                 return f"{where} has the key {quoted(key)}, which is not valid Unicode text"
             if not _is_json(child):
@@ -362,7 +362,7 @@ def _advice(value: Any) -> str:
         return "; store x.tolist()"
     from unickpt.trees import hints
 
-    return f"; {hints.hint(value)}"
+    return f"; {hints.hint(value, 'convert it, or leave it out')}"
 
 
 def _indent(lines: list[str]) -> str:

@@ -11,8 +11,16 @@ from collections.abc import Iterable, Iterator, Mapping, Set
 from pathlib import PurePath
 
 
-def hint(obj: object) -> str:
-    """What to store instead of an object that is neither a leaf nor a container."""
+def hint(
+    obj: object,
+    otherwise: str = "convert it, leave it out, or give it state_dict() and load_state_dict()",
+) -> str:
+    """What to store instead of an object that is neither a leaf nor a container.
+
+    Arguments:
+        obj: the object.
+        otherwise: what to do with an object of an unknown type.
+    """
     if type(obj).__module__.partition(".")[0] == "omegaconf":
         return "store OmegaConf.to_container(x, resolve=True)"
     if isinstance(obj, enum.Enum):
@@ -20,7 +28,7 @@ def hint(obj: object) -> str:
     for kinds, text in _hints():
         if isinstance(obj, kinds):
             return text
-    return "convert it, leave it out, or give it state_dict() and load_state_dict()"
+    return otherwise
 
 
 _CODE = (type, types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType)

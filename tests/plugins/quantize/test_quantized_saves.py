@@ -29,7 +29,7 @@ from unickpt.cli.app import app
 from unickpt.errors import ProcessFailed, UnsupportedFormat
 from unickpt.format import codec, index_json
 from unickpt.format.index import ArrayEntry
-from unickpt.plugins.quantize import choice, values
+from unickpt.plugins.quantize import choice, quantized_chunk
 from unickpt.plugins.quantize import codes as kinds
 from unickpt.testing.thread_groups import Threads
 from unickpt.types import Box, LocalFragments
@@ -465,7 +465,7 @@ def test_processes_save_their_parts_and_the_largest_error_counts(tmp_path: Path)
 
 def values_of(x: Any) -> Any:
     out = np.empty_like(x)
-    values.decode(values.encode(x, "int4").data, out, "int4")
+    quantized_chunk.decode(quantized_chunk.encode(x, "int4").data, out, "int4")
     return out
 
 
@@ -598,5 +598,5 @@ def test_every_dtype_and_code_is_saved_and_loaded(dtype: str, tmp_path: Path) ->
     save(tmp_path / "p", state, quantize={codes: codes for codes in fit}, chunk_bytes=1 << 20)
     for codes in fit:
         out = np.empty_like(x)
-        values.decode(values.encode(x, codes).data, out, codes)
+        quantized_chunk.decode(quantized_chunk.encode(x, codes).data, out, codes)
         assert unickpt.load(str(tmp_path / "p"))[codes].tobytes() == out.tobytes()

@@ -15,7 +15,7 @@ from hypothesis.extra import numpy as hnp
 
 from unickpt.arrays import dtypes
 from unickpt.plugins.quantize import codes as kinds
-from unickpt.plugins.quantize import packing, search, values
+from unickpt.plugins.quantize import packing, quantized_chunk, search
 from unickpt.plugins.quantize.blocks import Blocks, stored_bytes
 
 DTYPES = ("float32", "float64", "bfloat16", "float16")
@@ -43,9 +43,9 @@ def numbers(shape: tuple[int, ...], dtype: str, seed: int = 0) -> Any:
     return np.asarray(rng.standard_t(3, shape)).astype(dtypes.from_name(dtype))
 
 
-def back(encoded: values.QuantizedChunk, like: Any, codes: str) -> Any:
+def back(encoded: quantized_chunk.QuantizedChunk, like: Any, codes: str) -> Any:
     out = np.empty_like(like)
-    values.decode(encoded.data, out, codes)
+    quantized_chunk.decode(encoded.data, out, codes)
     return out
 
 
@@ -80,7 +80,7 @@ def test_the_bytes_are_those_of_the_format(dtype: str, codes: str, shape: tuple[
     if math.prod(shape) > 5000 and dtype != "float32":
         shape = (20, *shape[1:])
     x = numbers(shape, dtype)
-    encoded = values.encode(x, codes)
+    encoded = quantized_chunk.encode(x, codes)
     assert encoded.data.nbytes == stored_bytes(shape, dtype, codes)
     found = back(encoded, x, codes)
     assert found.tobytes() == by_the_book(encoded.data.tobytes(), shape, dtype, codes).tobytes()
@@ -90,7 +90,7 @@ def test_the_bytes_are_those_of_the_format(dtype: str, codes: str, shape: tuple[
 @pytest.mark.parametrize(("dtype", "codes"), PAIRS)
 def test_the_errors_are_as_measured(dtype: str, codes: str, shape: tuple[int, ...]) -> None:
     x = numbers(shape, dtype)
-    encoded = values.encode(x, codes)
+    encoded = quantized_chunk.encode(x, codes)
     wide = np.float64 if dtype == "float64" else np.float32
     apart = np.abs(back(encoded, x, codes).astype(wide) - x.astype(wide))
     assert encoded.absolute == float(apart.max())
@@ -118,8 +118,8 @@ def elements(dtype: str) -> st.SearchStrategy[Any]:
 def test_an_element_moves_at_most_half_a_scale(dtype: str, data: st.DataObject) -> None:
     x = data.draw(elements(dtype))
     try:
-        encoded = values.encode(x, "uint8")
-    except values.NotQuantizable:
+        encoded = quantized_chunk.encode(x, "uint8")
+    except quantized_chunk.NotQuantizable:
         assume(False)
     found = back(encoded, x, "uint8").astype(np.longdouble)
     count = Blocks.of(x.shape).rows * Blocks.of(x.shape).per_row
@@ -146,10 +146,10 @@ def test_a_shrunk_range_is_never_worse(
     gained = 0
     for seed, shape in enumerate([(40, 256), (200, 64), (30, 700), (3, 3), (16, 1)]):
         x = numbers(shape, dtype, seed)
-        shrunk = back(values.encode(x, codes), x, codes)
+        shrunk = back(quantized_chunk.encode(x, codes), x, codes)
         with monkeypatch.context() as patch:
             patch.setattr(search, "BINS", {})
-            plain = back(values.encode(x, codes), x, codes)
+            plain = back(quantized_chunk.encode(x, codes), x, codes)
         blocks = Blocks.of(shape)
         squares = [
             ((found.astype(np.float64) - x.astype(np.float64)) ** 2).reshape(-1, blocks.length)
@@ -166,7 +166,9 @@ def test_a_shrunk_range_is_never_worse(
 @pytest.mark.parametrize("exponent", [-100, -60, 60, 100])
 def test_the_unit_of_an_array_makes_no_difference(codes: str, exponent: int) -> None:
     x = numbers((40, 256), "float32")
-    one, other = (values.encode(each, codes) for each in (x, x * np.float32(2.0**exponent)))
+    one, other = (
+        quantized_chunk.encode(each, codes) for each in (x, x * np.float32(2.0**exponent))
+    )
     assert (one.data[2 * 40 * 4 :] == other.data[2 * 40 * 4 :]).all()
     assert one.relative == other.relative
 
@@ -176,8 +178,8 @@ def test_the_unit_of_an_array_makes_no_difference(codes: str, exponent: int) -> 
 @given(x=elements("float32"))
 def test_nothing_decodes_outside_of_its_block_s_range(codes: str, x: Any) -> None:
     try:
-        encoded = values.encode(x, codes)
-    except values.NotQuantizable:
+        encoded = quantized_chunk.encode(x, codes)
+    except quantized_chunk.NotQuantizable:
         assume(False)
     found = back(encoded, x, codes).astype(np.float64)
     span = float(x.max()) - float(x.min())
@@ -189,7 +191,7 @@ def test_nothing_decodes_outside_of_its_block_s_range(codes: str, x: Any) -> Non
 def test_a_constant_block_is_exact(dtype: str, codes: str) -> None:
     for value in (0.0, -0.0, 0.3, -1e-5, 6e4):
         x = np.full((3, 300), value).astype(dtypes.from_name(dtype))
-        encoded = values.encode(x, codes)
+        encoded = quantized_chunk.encode(x, codes)
         assert (back(encoded, x, codes) == x).all()
         assert (encoded.absolute, encoded.relative) == (0, 0)
 
@@ -197,18 +199,18 @@ def test_a_constant_block_is_exact(dtype: str, codes: str) -> None:
 def test_zeros_of_either_sign_give_the_same_bytes() -> None:
     x = np.zeros(300, np.float32)
     x[::2] = -0.0
-    assert (values.encode(x, "int4").data == values.encode(-x, "int4").data).all()
+    assert (quantized_chunk.encode(x, "int4").data == quantized_chunk.encode(-x, "int4").data).all()
 
 
 @pytest.mark.parametrize("codes", CODES)
 def test_the_smallest_numbers_have_scales(codes: str) -> None:
     tiny = np.finfo(np.float32).smallest_subnormal
     x = np.arange(300, dtype=np.float32) * tiny
-    encoded = values.encode(x, codes)
+    encoded = quantized_chunk.encode(x, codes)
     levels = (1 << kinds.BITS[codes]) - 1
     assert encoded.absolute <= tiny * math.ceil(300 / levels)
     if codes == "uint8":
-        assert (back(values.encode(x[:256], codes), x[:256], codes) == x[:256]).all()
+        assert (back(quantized_chunk.encode(x[:256], codes), x[:256], codes) == x[:256]).all()
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
@@ -227,8 +229,8 @@ def test_elements_that_are_not_finite_are_refused(dtype: str, codes: str, bad: f
     for at in (0, 299, 599):
         x = numbers((2, 300), dtype)
         x.reshape(-1)[at] = bad
-        with pytest.raises(values.NotQuantizable, match="not finite"):
-            values.encode(x, codes)
+        with pytest.raises(quantized_chunk.NotQuantizable, match="not finite"):
+            quantized_chunk.encode(x, codes)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
@@ -236,8 +238,8 @@ def test_elements_that_are_not_finite_are_refused(dtype: str, codes: str, bad: f
 def test_a_range_that_overflows_is_refused(dtype: str, codes: str) -> None:
     x = numbers((2, 300), dtype)
     x[0, 0], x[0, 1] = np.finfo(x.dtype).max, np.finfo(x.dtype).min
-    with pytest.raises(values.NotQuantizable, match=f"too large for {codes}"):
-        values.encode(x, codes)
+    with pytest.raises(quantized_chunk.NotQuantizable, match=f"too large for {codes}"):
+        quantized_chunk.encode(x, codes)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -246,7 +248,7 @@ def test_the_whole_range_of_small_dtypes_is_stored(dtype: str) -> None:
     largest = ml_dtypes.finfo(x.dtype).max
     x[0, 0] = largest
     x[1, 0] = -largest
-    found = back(values.encode(x, "int4"), x, "int4")
+    found = back(quantized_chunk.encode(x, "int4"), x, "int4")
     assert np.isfinite(found.astype(np.float32)).all()
 
 
@@ -263,19 +265,19 @@ def test_the_whole_range_of_small_dtypes_is_stored(dtype: str) -> None:
 )
 def test_hostile_scales_are_refused(place: str, value: float, reason: str) -> None:
     x = numbers((2, 300), "float16")
-    data = values.encode(x, "int4").data.copy()
+    data = quantized_chunk.encode(x, "int4").data.copy()
     both = data[: 2 * 4 * 4].view(np.float32)
     both[5 if place == "scale" else 3] = value
-    with pytest.raises(values.BadCodes, match=reason):
-        values.decode(data, np.empty_like(x), "int4")
+    with pytest.raises(quantized_chunk.BadCodes, match=reason):
+        quantized_chunk.decode(data, np.empty_like(x), "int4")
 
 
 def test_hostile_roundings_are_refused() -> None:
     x = numbers((2, 300), "float32")
-    data = values.encode(x, "bfloat16").data.copy()
+    data = quantized_chunk.encode(x, "bfloat16").data.copy()
     data.view(ml_dtypes.bfloat16)[7] = np.nan
-    with pytest.raises(values.BadCodes, match="not finite"):
-        values.decode(data, np.empty_like(x), "bfloat16")
+    with pytest.raises(quantized_chunk.BadCodes, match="not finite"):
+        quantized_chunk.decode(data, np.empty_like(x), "bfloat16")
 
 
 @given(shape=hnp.array_shapes(min_dims=0, max_dims=4, max_side=700))
