@@ -134,8 +134,7 @@ def expand_optimizer(obj: Any, name: str, stored: StoredTree | None) -> Expansio
 
     def rebuild(children: list[Any]) -> Any:
         loaded = in_our_order(children[0])
-        # Without the state, with mismatches kept, of parameters that stored slots do not fit: the
-        # optimizer makes its own.
+        # Of parameters that stored slots do not fit, the optimizer makes a state of its own.
         slots = {key: value for key, value in loaded["state"].items() if key not in misfits}
         loaded = {**loaded, "state": slots}
         optimizer.load_state_dict(loaded)
