@@ -7,9 +7,21 @@ from dataclasses import MISSING, fields
 from typing import Any
 
 
-def first_few(items: Sequence[object]) -> str:
+def first_few(items: Sequence[object], most: int = 8) -> str:
     """A few numbers, or what is as short, for a message."""
-    return ", ".join(map(str, items[:8])) + (", ..." if len(items) > 8 else "")
+    return ", ".join(map(str, items[:most])) + (", ..." if len(items) > most else "")
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Rows of a table as lines, whose columns begin at the same places.
+
+    Example:
+        >>> aligned([("name", "size"), ("w", "3 GB")])
+        ['  name  size', '  w     3 GB']
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    cells = ([c.ljust(n) for c, n in zip(row, widths, strict=True)] for row in rows)
+    return [f"  {'  '.join(row)}".rstrip() for row in cells]
 
 
 _MOST = 120

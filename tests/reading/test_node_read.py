@@ -29,7 +29,7 @@ from unickpt.format import chunk_grid, index
 from unickpt.frameworks import leaves
 from unickpt.reading import node_read
 from unickpt.reading.node_read import SharedMemory
-from unickpt.reading.node_rendezvous import Rendezvous, RendezvousEnded, rendezvous
+from unickpt.reading.node_rendezvous import Arrival, Rendezvous, RendezvousEnded
 from unickpt.reading.shared_read import schedule
 from unickpt.types import Box, LocalFragments
 
@@ -238,7 +238,7 @@ def test_nobody_waits_for_others_without_need(
         raise RendezvousEnded("they do not need to meet")
 
     unickpt.save(tmp_path / "c", {"x": X}, options=SMALL)
-    monkeypatch.setattr(node_read, "rendezvous", never)
+    monkeypatch.setattr(node_read, "Arrival", never)
     rows = part(X, (0, 0), (16, 32))  # where chunks end
     assert is_right(load(tmp_path / "c", {"x": rows})["x"])
     assert is_right(load(tmp_path / "c", {"x": columns(1)}, exchange=False)["x"])
@@ -397,7 +397,7 @@ def test_exchange_is_said_or_left_to_unickpt() -> None:
 
 def test_meetings_end_in_time_and_leave_the_name_free() -> None:
     def come(process: int) -> Any:
-        with rendezvous("test", 3, 5) as others:
+        with Arrival("test", 3, 5) as others:
             met = others.wait(0.2 if process == 9 else 5)
             if met is None:
                 return None
@@ -422,28 +422,28 @@ def test_who_has_come_may_do_other_things_and_leave() -> None:
         return len(met.gather(b""))
 
     with ExitStack() as stack:
-        first, third = (stack.enter_context(rendezvous("later", 3, 5)) for _ in range(2))
+        first, third = (stack.enter_context(Arrival("later", 3, 5)) for _ in range(2))
         assert first.wait(0) is None
-        with rendezvous("later", 3, 5) as second:
+        with Arrival("later", 3, 5) as second:
             assert second.wait(0) is None
         assert third.wait(0) is None
         assert first.wait(0) is None, "the second has left"
-        last = stack.enter_context(rendezvous("later", 3, 5))
+        last = stack.enter_context(Arrival("later", 3, 5))
         come = [first, third, last]
         assert together(lambda process: together_with(come[process]), 3) == [3, 3, 3]
     with ExitStack() as stack:
-        with rendezvous("later", 2, 5) as first:
+        with Arrival("later", 2, 5) as first:
             assert first.wait(0) is None
-            second = stack.enter_context(rendezvous("later", 2, 5))
+            second = stack.enter_context(Arrival("later", 2, 5))
             assert second.wait(0) is None
         assert second.wait(0) is None, "it is the first now"
-        come = [second, stack.enter_context(rendezvous("later", 2, 5))]
+        come = [second, stack.enter_context(Arrival("later", 2, 5))]
         assert together(lambda process: together_with(come[process]), 2) == [2, 2]
 
 
 def test_a_process_that_keeps_others_waiting() -> None:
     def come(process: int) -> Any:
-        with rendezvous("slow", 2, 0.2) as others:
+        with Arrival("slow", 2, 0.2) as others:
             met = others.wait(5)
             assert met is not None
             if met.index == 1:

@@ -24,7 +24,7 @@ from unickpt.commit.coordinator import Coordinator
 from unickpt.errors import CheckpointReplaced
 from unickpt.format import chunk_store, codec, index_json
 from unickpt.format.ocdbt_reader import OcdbtReader
-from unickpt.loading import loader
+from unickpt.loading import views
 from unickpt.reading import array_reader, checkpoint, chunk_reader, read_plan
 from unickpt.runs.checkpointer import Checkpointer
 from unickpt.storage import database, local_files, paths
@@ -303,7 +303,7 @@ def test_a_bug_is_never_told_as_damage(
         (read_plan.Piece, "place"), (chunk_reader, "_direct"), (array_reader, "consumers_of"),
         (chunk_store, "chunk_key"),
         (database, "_bytes_of"), (nodes, "_keys"),
-        (loader, "jobs_of"), (index_json, "_layout"),
+        (views.StoredView, "jobs"), (index_json, "_layout"),
         (index_json, "_array"),
         (OcdbtReader, "check_backed"), (chunk_store.ChunkStore, "read"),
         (chunk_store.ChunkDigests, "check_length"),

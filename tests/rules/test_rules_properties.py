@@ -20,7 +20,6 @@ from unickpt import LoadOptions, Rules, SaveOptions
 from unickpt.arrays.index_map import Digit, linear_index, pull
 from unickpt.format.index import ArrayEntry
 from unickpt.frameworks.protocol import ArrayTarget
-from unickpt.loading.views import jobs_of
 from unickpt.reading.array_reader import read_arrays
 from unickpt.reading.targets import NewTarget
 from unickpt.rules.view import through
@@ -126,7 +125,7 @@ def check_boxes(data: Any, rules: Rules, expected: dict[str, Any]) -> None:
         wanted[name] = boxes(data.draw, whole.shape)
         entry: ArrayEntry = view.index.arrays[name]
         asked[name] = {name: NewTarget(entry, wanted[name])}
-    found = read_arrays(view.checkpoint, jobs_of(view, asked), LoadOptions())
+    found = read_arrays(view.checkpoint, view.jobs(asked), LoadOptions())
     for name, box in wanted.items():
         assert np.array_equal(found[name], expected[name][box.slices])
 

@@ -34,7 +34,9 @@ def with_grown(state: Any, name: str, stored: StoredTree, make: MakeArray | None
         >>> with_grown({"losses": []}, "", StoredTree(values, lambda: node), None)
         {'losses': [3.0, 2.0]}
     """
-    if not any(map(_may_grow, _members(state))) and not _may_grow_itself(state):
+    members = list(_members(state))
+    itself = isinstance(state, list | tuple) or (isinstance(state, dict) and not members)
+    if not itself and not any(x is None or isinstance(x, dict | list | tuple) for x in members):
         return state
     return _GrownLeaves(stored, make).grown(state, stored.find(name), is_whole=True)
 
@@ -109,11 +111,3 @@ def _members(value: Any) -> Iterator[Any]:
         yield from value.values()
     elif isinstance(value, list | tuple):
         yield from value
-
-
-def _may_grow(value: Any) -> bool:
-    return value is None or isinstance(value, dict | list | tuple)
-
-
-def _may_grow_itself(state: Any) -> bool:
-    return isinstance(state, list | tuple) or (isinstance(state, dict) and not state)

@@ -397,16 +397,14 @@ class LocalFragments(Described):
 
     def source(self, group: Group) -> ArraySource:
         """As an adapter's `source`."""
-        fragments: list[Fragment] = []
-        dtype = self._declared()
+        fragments, found = list[Fragment](), list[dtypes.DType]()
         for box, data in self.fragments:
             inner = _adapter(data).source(data, group)
             if inner.layout is None or any(inner.layout.dims):
                 raise TypeError("LocalFragments can only hold NumPy arrays and plain torch tensors")
-            dtype = self._agree(dtype, inner.dtype)
+            found.append(inner.dtype)
             fragments += [placed(fragment, box, (group.index,)) for fragment in inner.fragments]
-        if dtype is None:
-            raise TypeError("LocalFragments without any fragment need a dtype, e.g. 'float32'")
+        dtype = self._common_dtype(found)
         return ArraySource(self.shape, dtype, tuple(fragments), identity=self._identity)
 
     @property
@@ -418,14 +416,15 @@ class LocalFragments(Described):
         """As an adapter's `target`."""
         return LocalTarget(self)
 
-    def _declared(self) -> dtypes.DType | None:
-        return None if self.dtype is None else dtypes.from_name(self.dtype)
-
-    def _agree(self, dtype: dtypes.DType | None, other: dtypes.DType) -> dtypes.DType:
-        other = other.newbyteorder("=")
-        if dtype is not None and dtype != other:
-            raise TypeError(f"LocalFragments mix dtypes {dtype} and {other}")
-        return other
+    def _common_dtype(self, found: Iterable[dtypes.DType]) -> dtypes.DType:
+        """The dtype that the fragments have, or that was declared for none."""
+        declared = () if self.dtype is None else (dtypes.from_name(self.dtype),)
+        both = dict.fromkeys([*declared, *(dtype.newbyteorder("=") for dtype in found)])
+        if not both:
+            raise TypeError("LocalFragments without any fragment need a dtype, e.g. 'float32'")
+        if len(both) > 1:
+            raise TypeError(f"LocalFragments mix dtypes {' and '.join(map(str, both))}")
+        return next(iter(both))
 
 
 class LocalTarget:
@@ -439,14 +438,10 @@ class LocalTarget:
         self.marked, self.shape = marked, marked.shape
         self.identity: Hashable = marked._identity
         self.inner = [_adapter(data).target(data) for _, data in marked.fragments]
-        dtype = marked._declared()
         for (box, _), inner in zip(marked.fragments, self.inner, strict=True):
             if inner.identity is None and not box.empty:
                 raise TypeError(f"the memory of fragment {box} cannot be filled in place")
-            dtype = marked._agree(dtype, inner.dtype)
-        if dtype is None:
-            raise TypeError("LocalFragments without any fragment need a dtype, e.g. 'float32'")
-        self.dtype = dtype
+        self.dtype = marked._common_dtype(inner.dtype for inner in self.inner)
         self.boxes: Sequence[Box] = tuple(box for box, _ in marked.fragments)
 
     @property

@@ -6,15 +6,15 @@ is large is kept in binary (`frameworks.sections`).
 
 from __future__ import annotations
 
-import base64
 import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 import numpy as np
+from msgspec.structs import replace
 
 from unickpt.arrays import dtypes
 from unickpt.arrays.box import Box
@@ -47,6 +47,35 @@ _INTS = (np.uint8, np.int16, np.uint16, np.int32, np.int64)
 _INT64 = 1 << 63
 
 
+_UNREADABLE = RecursionError, UnicodeError, msgspec.DecodeError
+
+
+class _StoredArray(msgspec.Struct, frozen=True, omit_defaults=True, rename={"form": "as"}):
+    """What the JSON of a value says of an array: its elements, or at which byte they are.
+
+    Arguments:
+        form: what it was, if not an array of NumPy: a "list", "bytes", or a tensor of "torch".
+    """
+
+    dtype: str
+    shape: tuple[Annotated[int, msgspec.Meta(ge=0)], ...]
+    prng: str | None = None
+    form: str | None = None
+    at: int | None = None
+    data: bytes | None = None
+
+
+class _Body(msgspec.Struct, frozen=True):
+    """The JSON of a value or a section."""
+
+    tree: Any
+    values: dict[str, Any]
+    arrays: dict[str, msgspec.Raw]
+
+
+_ARRAY, _BODY = msgspec.json.Decoder(_StoredArray), msgspec.json.Decoder(_Body)
+
+
 class _Misfit(ValueError):
     """A stored per-process value differs from `like`."""
 
@@ -67,15 +96,14 @@ def encode(value: Any, adapters: Sequence[Adapter]) -> EncodedValue:
         return value
     if value is NOTHING:
         return EncodedValue(b"")
-    group = alone()
     if isinstance(value, Sections):
         _check_section_keys(value.values)
         parts = {
-            tree.plain_key(key): _ValuePart.from_value(section, adapters, group).binary()
+            tree.plain_key(key): _ValuePart.from_value(section, adapters).binary()
             for key, section in value.values.items()
         }
         return sections.join(parts, _facts(value.facts))
-    part = _ValuePart.from_value(value, adapters, group)
+    part = _ValuePart.from_value(value, adapters)
     if part.nbytes < _BINARY_LEAST:
         return EncodedValue(part.json())
     return sections.join({"": part.binary()}, None)
@@ -108,38 +136,38 @@ class _ValuePart:
 
     tree: Any
     plain: Mapping[str, Any]
-    arrays: Mapping[str, dict[str, Any]]
+    arrays: Mapping[str, _StoredArray]
     data: Mapping[str, Sequence[memoryview]]
 
     @classmethod
-    def from_value(cls, value: Any, adapters: Sequence[Adapter], group: Group) -> _ValuePart:
+    def from_value(cls, value: Any, adapters: Sequence[Adapter]) -> _ValuePart:
         root = tree.flatten(
             value,
             lambda x: _is_leaf(x, adapters) or _is_long_list(x) or isinstance(x, Joined),
             lambda obj, name: _expand(obj, name, adapters),
             "the value cannot be stored",
         )
-        plain, arrays, data = {}, {}, {}
+        plain, arrays, data, group = {}, {}, {}, alone()
         for leaf in tree.leaves(root):
-            extra = dict[str, Any]()
-            if _is_as_stored(leaf.value):
-                pieces, shape = [leaf.value], leaf.value.shape
-            elif (adapter := adapter_of(leaf.value, adapters)) is not None:
-                array, extra = _on_host(leaf, adapter, group)
-                pieces, shape = [array], array.shape
-            elif isinstance(leaf.value, Joined):
-                pieces = [np.ascontiguousarray(piece) for piece in leaf.value.arrays]
-                shape = (sum(map(len, pieces)),)
-            elif isinstance(leaf.value, list):
-                pieces, shape, extra = [_numbers(leaf.value)], (len(leaf.value),), {"as": "list"}
-            elif type(leaf.value) is bytes and len(leaf.value) >= _LONG:
-                pieces, shape = [np.frombuffer(leaf.value, np.uint8)], (len(leaf.value),)
-                extra = {"as": "bytes"}
+            value, about, form = leaf.value, None, None
+            if _is_as_stored(value):
+                pieces, about = [value], _StoredArray(dtypes.name_of(value.dtype), value.shape)
+            elif (adapter := adapter_of(value, adapters)) is not None:
+                array, about = _on_host(leaf, adapter, group)
+                pieces = [array]
+            elif isinstance(value, Joined):
+                pieces = [np.ascontiguousarray(piece) for piece in value.arrays]
+            elif isinstance(value, list):
+                pieces, form = [_numbers(value)], "list"
+            elif type(value) is bytes and len(value) >= _LONG:
+                pieces, form = [np.frombuffer(value, np.uint8)], "bytes"
             else:
-                plain[leaf.name] = tree_json.value_to_json(leaf.value)
+                plain[leaf.name] = tree_json.value_to_json(value)
                 continue
-            name = extra.pop("dtype", None) or dtypes.name_of(pieces[0].dtype)
-            arrays[leaf.name] = {"dtype": name, "shape": shape, **extra}
+            if about is None:
+                length = sum(map(len, pieces))
+                about = _StoredArray(dtypes.name_of(pieces[0].dtype), (length,), form=form)
+            arrays[leaf.name] = about
             data[leaf.name] = [p.reshape(-1).view(np.uint8).data for p in pieces]
         return cls(tree_json.to_json(root), plain, arrays, data)
 
@@ -150,29 +178,26 @@ class _ValuePart:
 
     def json(self) -> bytes:
         """All of it as JSON."""
-        plain, arrays = dict(self.plain), dict[str, Any]()
+        plain, arrays = dict(self.plain), dict[str, _StoredArray]()
         for name, about in self.arrays.items():
-            text = base64.b64encode(b"".join(self.data[name])).decode()
-            if about.get("as") == "bytes":
-                plain[name] = {"bytes": text}
+            elements = b"".join(self.data[name])
+            if about.form == "bytes":
+                plain[name] = {"bytes": elements}
             else:
-                header = {key: fact for key, fact in about.items() if key in ("dtype", "shape")}
-                prng = {"prng": about["prng"]} if "prng" in about else {}
-                arrays[name] = {**header, "data": text, **prng}
+                arrays[name] = replace(about, form=None, data=elements)
         return self._text(plain, arrays)
 
     def binary(self) -> tuple[bytes, Sequence[Sequence[memoryview]]]:
         """Its JSON without the elements of arrays, and these."""
         arrays, offset = {}, 0
         for name, about in self.arrays.items():
-            arrays[name] = {**about, "at": offset}
+            arrays[name] = replace(about, at=offset)
             size = sum(map(len, self.data[name]))
             offset += size + sections.padding(size)
         return self._text(self.plain, arrays), list(self.data.values())
 
-    def _text(self, plain: Mapping[str, Any], arrays: Mapping[str, Any]) -> bytes:
-        body = {"tree": self.tree, "values": plain, "arrays": arrays}
-        return msgspec.json.encode(body)
+    def _text(self, plain: Mapping[str, Any], arrays: Mapping[str, _StoredArray]) -> bytes:
+        return msgspec.json.encode({"tree": self.tree, "values": plain, "arrays": arrays})
 
 
 def _is_as_stored(value: Any) -> bool:
@@ -184,21 +209,18 @@ def _is_as_stored(value: Any) -> bool:
     return flags.c_contiguous and dtype.kind in "biufc" and bool(dtype.isnative)
 
 
-def _on_host(leaf: tree.Leaf, adapter: Adapter, group: Group) -> tuple[Array, dict[str, Any]]:
+def _on_host(leaf: tree.Leaf, adapter: Adapter, group: Group) -> tuple[Array, _StoredArray]:
     """The elements of an array, and what else is said of it."""
     source = adapter.source(leaf.value, group)
     whole, dtype = Box.whole(source.shape), source.dtype.newbyteorder("=")
     if source.fragments and source.fragments[0].box != whole:
         raise TypeError(f"{leaf.name!r}: a sharded array cannot be a per-process value")
-    extra: dict[str, Any] = {"dtype": dtypes.name_of(source.dtype)}
-    if source.prng is not None:
-        extra["prng"] = source.prng
-    if hasattr(adapter, "from_numpy"):
-        extra["as"] = "torch"
+    form = "torch" if hasattr(adapter, "from_numpy") else None
+    about = _StoredArray(dtypes.name_of(source.dtype), source.shape, source.prng, form)
     if not source.fragments:
-        return np.zeros(source.shape, dtype), extra
+        return np.zeros(source.shape, dtype), about
     array = stage(source.fragments[0], whole, dtype, HostBuffers(0).take)
-    return np.ascontiguousarray(array).reshape(source.shape), extra
+    return np.ascontiguousarray(array).reshape(source.shape), about
 
 
 def _is_long_list(value: Any) -> bool:
@@ -240,9 +262,7 @@ def decode(stored: StoredValue, where: str, like: Any, adapters: Sequence[Adapte
     try:
         if stored.is_empty:
             raise _Misfit("this process saved no value of its own, `like` asks for one")
-        if stored.is_json:
-            return _decode_value(stored.json(), None, like, adapters)
-        facts = stored.head().facts
+        facts = stored.head.facts
         if facts is None:
             return _decode_value(*stored.section(""), like, adapters)
         if like is not None and not isinstance(like, Sections):
@@ -261,12 +281,9 @@ def decode(stored: StoredValue, where: str, like: Any, adapters: Sequence[Adapte
     return Sections(facts, LazyMapping(stored, section))
 
 
-def _decode_value(
-    text: bytes, data: memoryview | None, like: Any, adapters: Sequence[Adapter]
-) -> Any:
+def _decode_value(text: bytes, data: memoryview, like: Any, adapters: Sequence[Adapter]) -> Any:
     """A value, or a section, of its JSON and its elements."""
     root, values, about = _decode(text, data)
-    prngs = {name: facts.get("prng") for name, facts in about.items()}
     if like is None:
         values |= {n: _as_said(values[n], facts, adapters) for n, facts in about.items()}
     else:
@@ -276,17 +293,17 @@ def _decode_value(
             lambda obj, name: _expand(obj, name, adapters, StoredTree(values, lambda: None)),
             "`like` cannot be loaded into",
         )
-        sequence_names = [n for n, facts in about.items() if facts.get("as") in ("list", "bytes")]
+        sequence_names = [n for n, facts in about.items() if facts.form in ("list", "bytes")]
         values |= {n: _as_said(values[n], about[n], adapters) for n in sequence_names}
-        values = _fitted(root, values, prngs, adapters)
+        values = _fitted(root, values, about, adapters)
         for node, check in tree.checks(root):
             check(node, values.__getitem__)
     return tree.rebuild(root, values.__getitem__)
 
 
-def _as_said(value: Any, about: Mapping[str, Any], adapters: Sequence[Adapter]) -> Any:
+def _as_said(value: Any, about: _StoredArray, adapters: Sequence[Adapter]) -> Any:
     """An array as what it was: a list, bytes, or (if torch is imported) a tensor."""
-    match about.get("as"):
+    match about.form:
         case "list":
             return value.tolist()
         case "bytes":
@@ -302,7 +319,7 @@ def _as_said(value: Any, about: Mapping[str, Any], adapters: Sequence[Adapter]) 
 def _fitted(
     root: tree.Node | tree.Leaf,
     values: dict[str, Any],
-    prngs: dict[str, str | None],
+    about: Mapping[str, _StoredArray],
     adapters: Sequence[Adapter],
 ) -> dict[str, Any]:
     """The stored leaves as the leaves of `like` request them."""
@@ -310,39 +327,34 @@ def _fitted(
     if set(templates) != set(values):
         differ = ", ".join(sorted(set(templates) ^ set(values))[:5])
         raise _Misfit(f"the stored per-process value and `like` differ in: {differ}")
-    return {
-        name: _into(templates[name], value, prngs.get(name), name, adapters)
-        for name, value in values.items()
-    }
+    fitted = dict[str, Any]()
+    for name, value in values.items():
+        prng = about[name].prng if name in about else None
+        try:
+            fitted[name] = _into(templates[name], value, prng, adapters)
+        except _Misfit as error:
+            raise _Misfit(f"{name!r}: {error}") from None
+    return fitted
 
 
 def _decode(
-    text: bytes, data: memoryview | None
-) -> tuple[tree.Node | tree.Leaf, dict[str, Any], dict[str, dict[str, Any]]]:
+    text: bytes, data: memoryview
+) -> tuple[tree.Node | tree.Leaf, dict[str, Any], dict[str, _StoredArray]]:
     """The tree, its leaves by name, and what is said of those that are arrays."""
     try:
-        body = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise Malformed(f"a per-process value is not JSON: {error}") from None
-    plain, arrays = (_table(body, kind) for kind in ("values", "arrays"))
-    try:
-        root = tree_json.from_json(body.get("tree"))
-        values: dict[str, Any] = {n: tree_json.value_from_json(value) for n, value in plain.items()}
+        body = _BODY.decode(text)
+        root = tree_json.from_json(body.tree)
+        values: dict[str, Any] = {n: tree_json.value_from_json(v) for n, v in body.values.items()}
         if tree_json.has_opaque(text):
-            values = tree_json.with_opaque(body.get("tree"), values)
-    except (tree_json.BadTree, tree_json.BadValue) as error:
+            values = tree_json.with_opaque(body.tree, values)
+    except (*_UNREADABLE, tree_json.BadTree, tree_json.BadValue) as error:
         raise Malformed(f"a per-process value is malformed: {error}") from None
-    values |= {name: _array(name, stored, data) for name, stored in arrays.items()}
+    about = dict[str, _StoredArray]()
+    for name, stored in body.arrays.items():
+        about[name], values[name] = _array(name, stored, data)
     if {leaf.name for leaf in tree.leaves(root)} != set(values):
         raise Malformed("a per-process value is malformed: its tree and its leaves do not match")
-    return root, values, arrays
-
-
-def _table(body: Any, kind: str) -> dict[str, Any]:
-    table = body.get(kind) if isinstance(body, dict) else None
-    if not isinstance(table, dict):
-        raise Malformed(f"a per-process value is malformed: its {kind} are {quoted(table)}")
-    return table
+    return root, values, about
 
 
 def _is_leaf(x: Any, adapters: Sequence[Adapter]) -> bool:
@@ -364,75 +376,57 @@ def _shown(shape: tuple[int, ...], dtype: dtypes.DType, prng: str | None) -> str
     return dtypes.with_shape(str(dtype), shape) + (f" of a {prng} key" if prng else "")
 
 
-def _array(name: str, stored: Any, data: memoryview | None) -> Array:
-    if not isinstance(stored, dict):
-        raise Malformed(f"array {quoted(name)} of a per-process value is {quoted(stored)}")
-    shape, text, prng = stored.get("shape"), stored.get("dtype"), stored.get("prng")
-    if not (isinstance(text, str) and isinstance(prng, str | None)):
-        raise _bad_array(name, "its dtype or PRNG implementation is not a text")
-    if not isinstance(shape, list) or any(type(n) is not int or n < 0 for n in shape):
-        raise _bad_array(name, f"its shape is {quoted(shape)}")
+def _array(name: str, text: msgspec.Raw, data: memoryview) -> tuple[_StoredArray, Array]:
+    """What is said of an array, and its elements, which are in the text or in the data."""
     try:
-        dtype = dtypes.from_name(text)
-    except TypeError as error:
+        about = _ARRAY.decode(text)
+        dtype = dtypes.from_name(about.dtype)
+    except (*_UNREADABLE, TypeError) as error:
         raise _bad_array(name, str(error)) from None
+    shape, offset = about.shape, about.at
     nbytes = math.prod(shape) * dtype.itemsize
-    raw = _base64(name, stored) if data is None else _binary(name, stored, data, nbytes)
+    raw: bytes | memoryview | None = about.data
+    if raw is None:
+        if offset is None or not 0 <= offset <= len(data) - nbytes:
+            raise _bad_array(name, f"it is at byte {offset} of {len(data)}")
+        raw = data[offset : offset + nbytes]
     if len(raw) != nbytes:
         raise _bad_array(name, f"its data has {len(raw)} bytes, but its shape is {quoted(shape)}")
-    if stored.get("as") in ("list", "bytes") and len(shape) != 1:
+    if about.form in ("list", "bytes") and len(shape) != 1:
         raise _bad_array(name, f"it is no list, as its shape is {quoted(shape)}")
     try:
-        return np.frombuffer(bytearray(raw), np.uint8).view(dtype).reshape(shape)
+        return about, np.frombuffer(bytearray(raw), np.uint8).view(dtype).reshape(shape)
     except ValueError as error:  # more dimensions, or larger ones, than NumPy supports
         raise _bad_array(name, str(error)) from None
-
-
-def _base64(name: str, stored: dict[str, Any]) -> bytes:
-    try:
-        return base64.b64decode(stored.get("data", 0), validate=True)
-    except (TypeError, ValueError) as error:
-        raise _bad_array(name, str(error)) from None
-
-
-def _binary(name: str, stored: dict[str, Any], data: memoryview, nbytes: int) -> memoryview:
-    offset = stored.get("at")
-    if type(offset) is not int or not 0 <= offset <= len(data) - nbytes:
-        raise _bad_array(name, f"it is at byte {quoted(offset)} of {len(data)}")
-    return data[offset : offset + nbytes]
 
 
 def _bad_array(name: str, why: str) -> Malformed:
     return Malformed(f"array {quoted(name)} of a per-process value is malformed: {why}")
 
 
-def _plain_as_asked(template: Any, value: Any, name: str) -> Any:
+def _plain_as_asked(template: Any, value: Any) -> Any:
     if type(tree_json.plain(template)) is not type(value):
-        raise _Misfit(
-            f"{name!r}: stored {type(value).__name__}, requested {type(template).__name__}"
-        )
+        raise _Misfit(f"stored {type(value).__name__}, requested {type(template).__name__}")
     try:
         return tree_json.as_asked(value, template)
     except ValueError as error:
-        raise _Misfit(f"{name!r}: {error}") from None
+        raise _Misfit(str(error)) from None
 
 
-def _list_as_requested(template: Any, value: Any, name: str) -> Any:
+def _list_as_requested(template: Any, value: Any) -> Any:
     """A long list of numbers of one type, where another one is asked for."""
     stored, requested = (
         f"a list of {len(x)} {type(x[0]).__name__}s" if isinstance(x, list) else type(x).__name__
         for x in (value, template)
     )
     if stored != requested:
-        raise _Misfit(f"{name!r}: stored {stored}, requested {requested}")
+        raise _Misfit(f"stored {stored}, requested {requested}")
     return value
 
 
-def _into(
-    template: Any, value: Any, prng: str | None, name: str, adapters: Sequence[Adapter]
-) -> Any:
+def _into(template: Any, value: Any, prng: str | None, adapters: Sequence[Adapter]) -> Any:
     if isinstance(value, list) or isinstance(template, list):
-        return _list_as_requested(template, value, name)
+        return _list_as_requested(template, value)
     adapter = adapter_of(template, adapters)
     target = None if adapter is None else adapter.target(template)
     if target is not None and target.shape == () and tree_json.is_plain(value):
@@ -442,13 +436,11 @@ def _into(
         same_kind = tree_json.is_kind(tree_json.plain(template), value.dtype)
         value = value.item() if same_kind else value
     if target is None or not isinstance(value, np.ndarray):
-        return _plain_as_asked(template, value, name)
-    stored = (value.shape, value.dtype, prng)
-    if stored != (target.shape, target.dtype, target.prng):
-        raise _Misfit(
-            f"{name!r}: stored {_shown(*stored)}, "
-            f"requested {_shown(target.shape, target.dtype, target.prng)}"
-        )
+        return _plain_as_asked(template, value)
+    stored = value.shape, value.dtype, prng
+    requested = target.shape, target.dtype, target.prng
+    if stored != requested:
+        raise _Misfit(f"stored {_shown(*stored)}, requested {_shown(*requested)}")
     buffers = [target.buffer(i) for i in range(len(target.boxes))]
     for box, buffer in zip(target.boxes, buffers, strict=True):
         buffer[...] = value[box.slices]

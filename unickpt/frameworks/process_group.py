@@ -305,9 +305,7 @@ def launched_on_node(count: int | None = None) -> int | None:
         None if that is not known, or if it is said of another job.
     """
     for node_variable, world_variable in _LAUNCHERS:
-        local, world = (
-            map(_number, (node_variable, world_variable)) if node_variable in os.environ else (0, 0)
-        )
+        local, world = _number(node_variable), _number(world_variable)
         if local and (count is None or (local <= world and count in (1, world))):
             return local
     return None
@@ -508,9 +506,8 @@ def _warn_once(text: str) -> None:
 def _launched_apart() -> str:
     """Says that a process which a launcher started with others belongs to no job; else empty."""
     for index, count in _LAUNCHED:
-        if index not in os.environ or _number(count) <= 1:
-            continue
-        if count != _OF_SLURM_JOB or _number(index) != 0:
+        is_script = count == _OF_SLURM_JOB and _number(index) == 0
+        if index in os.environ and _number(count) > 1 and not is_script:
             return _apart_text(index, count)
     return ""
 

@@ -208,13 +208,7 @@ class StoredTree(Mapping[str, Any]):
 
     def find(self, name: str) -> tree.Node | tree.Leaf | None:
         """What is stored under a name, without wrappers; None if that is not known."""
-        node, path = self._node(), ""
-        while isinstance(node, tree.Node) and (path != name or node.kind == "wrapper"):
-            names = tree.child_names(node.kind, node.keys, path)
-            both = zip(names, node.children, strict=True)
-            inside = ((n, c) for n, c in both if name == n or name.startswith(f"{n}/") or n == path)
-            path, node = next(inside, ("", None))
-        return node if path == name else None
+        return tree.unwrapped(tree.find(self._node(), name))
 
 
 class Adapter(Protocol):

@@ -8,8 +8,10 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
+from typing import Annotated, Any
 
+import msgspec
 import numpy as np
 import xxhash
 
@@ -20,7 +22,8 @@ ALIGN = 64
 """Sections, and what is in them, begin at multiples of this: an array is not copied to be read."""
 _MOST_HEAD = 1 << 30
 _SPACES = b" " * ALIGN
-_SHORT, _MOST_JOINED = 4 << 10, 256 << 10
+_Size = Annotated[int, msgspec.Meta(ge=0)]
+_Digest = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{16}\Z")]
 
 
 class Malformed(ValueError):
@@ -98,44 +101,26 @@ def join(
     size = len(_json(head))
     size += padding(size)
     # NumPy takes huge pages, which the system hands out several times as fast as those of `bytes`.
-    data = memoryview(np.empty(size + sum(sizes.values()), np.uint8).data)
-    offset = size
-    for row, pieces in zip(table, values.values(), strict=True):
-        start = offset
-        for piece in _long(pieces):
-            data[offset : offset + len(piece)] = piece
-            offset += len(piece)
-        row[3] = f"{xxhash.xxh3_64_intdigest(data[start:offset]):016x}"
-    data[:size] = _json(head).ljust(size)
-    return EncodedValue(data, size)
+    data, offset = np.empty(size + sum(sizes.values()), np.uint8), size
+    for row, (key, pieces) in zip(table, values.items(), strict=True):
+        out = data[offset : offset + sizes[key]]
+        np.concatenate([np.frombuffer(piece, np.uint8) for piece in pieces], out=out)
+        row[3] = f"{xxhash.xxh3_64_intdigest(out.data):016x}"
+        offset += len(out)
+    data[:size] = np.frombuffer(_json(head).ljust(size), np.uint8)
+    return EncodedValue(data.data, size)
 
 
 def _padded(text: bytes, arrays: Sequence[Sequence[memoryview]]) -> list[bytes | memoryview]:
-    """The pieces of a section, each value filled up with spaces."""
+    """The pieces of a section, each value filled up with spaces; none of them is empty."""
     pieces = list[bytes | memoryview]()
     values: Iterable[Sequence[bytes | memoryview]] = ((text,), *arrays)
     for value in values:
-        pieces += value
-        missing = padding(len(value[0]) if len(value) == 1 else sum(map(len, value)))
+        pieces += [piece for piece in value if piece]
+        missing = padding(sum(map(len, value)))
         if missing:
             pieces.append(_SPACES[:missing])
     return pieces
-
-
-def _long(pieces: Sequence[bytes | memoryview]) -> Iterator[bytes | memoryview]:
-    """The same bytes in fewer pieces: short ones are joined, a statement for each takes longer."""
-    short, size = list[bytes | memoryview](), 0
-    for piece in pieces:
-        if len(piece) <= _SHORT:
-            short.append(piece)
-            size += len(piece)
-        if short and (len(piece) > _SHORT or size > _MOST_JOINED):
-            yield b"".join(short)
-            short, size = [], 0
-        if len(piece) > _SHORT:
-            yield piece
-    if short:
-        yield b"".join(short)
 
 
 def _json(head: Mapping[str, Any]) -> bytes:
@@ -149,89 +134,74 @@ def parse_head(text: bytes, size: int) -> Head:
         Malformed: it is no head, or not of so many bytes.
     """
     try:
-        body = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise Malformed(f"the head of a per-process value is not JSON: {error}") from None
-    table = body.get("sections") if isinstance(body, dict) else None
-    facts = body.get("facts") if isinstance(body, dict) else None
-    if not isinstance(table, list) or not isinstance(facts, dict | None):
-        raise Malformed(f"the head of a per-process value is {quoted(body)}")
+        body = _HEAD.decode(text)
+    except (RecursionError, UnicodeError, msgspec.DecodeError) as error:
+        raise Malformed(f"the head of a per-process value is malformed: {error}") from None
     places, offset = dict[str, Place](), len(text)
-    for row in table:
-        match row:
-            case [str(key), int(length), int(start), str(digest)] if (
-                0 <= start <= length <= size - offset and key not in places and _is_digest(digest)
-            ):
-                places[key] = Place(offset, length, start, int(digest, 16))
-                offset += length
-            case _:
-                raise Malformed(f"a section of a per-process value is {quoted(row)}")
+    for row in body.sections:
+        key, length, json_length, digest = row
+        if not json_length <= length <= size - offset or key in places:
+            raise Malformed(f"a section of a per-process value is {quoted(row)}")
+        places[key] = Place(offset, length, json_length, int(digest, 16))
+        offset += length
     if offset != size:
         raise Malformed(f"the sections of a per-process value end at byte {offset} of {size}")
-    if facts is None and list(places) != [""]:
+    if body.facts is None and list(places) != [""]:
         raise Malformed("a per-process value has several sections, but no facts")
-    return Head(facts, places)
+    return Head(body.facts, places)
 
 
-def _is_digest(text: str) -> bool:
-    return len(text) == 16 and set(text) <= set("0123456789abcdef")
+class _StoredHead(msgspec.Struct, frozen=True):
+    """The JSON of a head: a row for each section, and the facts."""
+
+    sections: list[tuple[str, _Size, _Size, _Digest]]
+    facts: dict[str, Any] | None = None
 
 
+_HEAD = msgspec.json.Decoder(_StoredHead)
+
+
+@dataclass(eq=False)
 class StoredValue:
     """The stored value of one process; sections are read on request. Untrusted.
 
     Arguments:
         size: of all of it.
         digest: of the head, or of all.
-        head: bytes of the head; 0 if it is all JSON.
+        head_size: bytes of the head; 0 if it is all JSON.
         read: reads bytes of it: from which on, and how many.
         damaged: the error that says what is wrong with it.
         may_be_empty: whether it may have no bytes: only if that of another process has a head.
     """
 
-    def __init__(
-        self,
-        size: int,
-        digest: int,
-        head: int,
-        read: Callable[[int, int], bytes],
-        damaged: Callable[[str], Exception],
-        may_be_empty: bool,
-    ) -> None:
-        self.size, self.digest, self._head_size = size, digest, head
-        self._read, self.damaged = read, damaged
-        self._may_be_empty = may_be_empty
-        self._head: Head | None = None
+    size: int
+    digest: int
+    head_size: int
+    read: Callable[[int, int], bytes]
+    damaged: Callable[[str], Exception]
+    may_be_empty: bool
 
     @property
     def is_empty(self) -> bool:
         """Whether the process saved none of its own: another one has it."""
-        return self.size == 0 and self._may_be_empty
+        return self.size == 0 and self.may_be_empty
 
-    @property
-    def is_json(self) -> bool:
-        """Whether it is JSON without a head, which has no sections."""
-        return self._head_size == 0
-
+    @cached_property
     def head(self) -> Head:
-        """What its head says, verified.
+        """What its head says, verified; one without a head is JSON, a section of its own.
 
         Raises:
             CheckpointCorrupt: it is damaged.
         """
-        if self._head is None:
-            if self._head_size > min(self.size, _MOST_HEAD):
-                raise self.damaged(f"has {self.size} bytes, but a head of {self._head_size}")
-            text = self._verified(0, self._head_size, self.digest)
-            try:
-                self._head = parse_head(text, self.size)
-            except Malformed as error:
-                raise self.damaged(f"is malformed: {error}") from None
-        return self._head
-
-    def json(self) -> bytes:
-        """All of one without a head, verified."""
-        return self._verified(0, self.size, self.digest)
+        if self.head_size == 0:
+            return Head(None, {"": Place(0, self.size, self.size, self.digest)})
+        if self.head_size > min(self.size, _MOST_HEAD):
+            raise self.damaged(f"has {self.size} bytes, but a head of {self.head_size}")
+        text = self._verified(0, self.head_size, self.digest)
+        try:
+            return parse_head(text, self.size)
+        except Malformed as error:
+            raise self.damaged(f"is malformed: {error}") from None
 
     def section(self, key: str) -> tuple[bytes, memoryview]:
         """The JSON of a section, and its arrays, verified.
@@ -240,7 +210,7 @@ class StoredValue:
             KeyError: there is none of this key.
             CheckpointCorrupt: it is damaged.
         """
-        place = self.head().places[key]
+        place = self.head.places[key]
         data = memoryview(self._verified(place.start, place.size, place.digest))
         return bytes(data[: place.json]), data[place.json + padding(place.json) :]
 
@@ -250,16 +220,11 @@ class StoredValue:
         Raises:
             CheckpointCorrupt: it is damaged.
         """
-        if self.is_empty:
-            return
-        if self.is_json:
-            self.json()
-            return
-        for key in self.head().places:
+        for key in () if self.is_empty else self.head.places:
             self.section(key)
 
     def _verified(self, start: int, length: int, digest: int) -> bytes:
-        data = self._read(start, length)
+        data = self.read(start, length)
         if xxhash.xxh3_64_intdigest(data) != digest:
             raise self.damaged("does not match its digest")
         return data
@@ -272,15 +237,15 @@ class LazyMapping(Mapping[str, Any]):
         self._stored, self._decode = stored, decode
 
     def __getitem__(self, key: str) -> Any:
-        if key not in self._stored.head().places:
+        if key not in self._stored.head.places:
             raise KeyError(key)
         return self._decode(key)
 
     def __contains__(self, key: object) -> bool:
-        return key in self._stored.head().places
+        return key in self._stored.head.places
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._stored.head().places)
+        return iter(self._stored.head.places)
 
     def __len__(self) -> int:
-        return len(self._stored.head().places)
+        return len(self._stored.head.places)

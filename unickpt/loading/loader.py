@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import cache
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict, TypeVar, Unpack, overload
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict, Unpack, overload
 
 from unickpt.arrays.names import natural
 from unickpt.errors import LoadMismatch
@@ -34,7 +34,7 @@ from unickpt.loading.request import (
     compare,
     is_number,
 )
-from unickpt.loading.views import StoredView, View, jobs_of
+from unickpt.loading.views import StoredView, View
 from unickpt.quoting import first_few
 from unickpt.reading import checkpoint
 from unickpt.reading.array_reader import Filled, Job, ReadArrays, read_arrays
@@ -44,11 +44,13 @@ from unickpt.threads import collection_paused
 from unickpt.trees import tree, tree_json
 
 if TYPE_CHECKING:
+    from typing_extensions import TypeVar
+
     from unickpt.frameworks.sections import StoredValue
-    from unickpt.progress import ProgressFunction
+
+    T = TypeVar("T", default=Any)  # without `like`
 
 _log = logging.getLogger("unickpt")
-T = TypeVar("T")
 _HALF = (
     "unickpt: this happened after arrays of `like` had been filled, while its objects took what "
     "was read: some hold what was loaded, and some what they held before"
@@ -75,27 +77,7 @@ class LoadArguments(TypedDict, total=False):
 @overload
 def load(
     path: checkpoint.Source,
-    like: None = None,
-    *,
-    return_report: Literal[False] = False,
-    **arguments: Unpack[LoadArguments],
-) -> Any: ...
-
-
-@overload
-def load(
-    path: checkpoint.Source,
-    like: None = None,
-    *,
-    return_report: Literal[True],
-    **arguments: Unpack[LoadArguments],
-) -> tuple[Any, LoadReport]: ...
-
-
-@overload
-def load(
-    path: checkpoint.Source,
-    like: T,
+    like: T | None = None,
     *,
     return_report: Literal[False] = False,
     **arguments: Unpack[LoadArguments],
@@ -105,7 +87,7 @@ def load(
 @overload
 def load(
     path: checkpoint.Source,
-    like: T,
+    like: T | None = None,
     *,
     return_report: Literal[True],
     **arguments: Unpack[LoadArguments],
@@ -296,32 +278,25 @@ class _Loading(NamedTuple):
 
     def _load_all(self, view: View, read: ReadArrays) -> tuple[Any, LoadReport]:
         index, selection, stored = view.index, self.policy.selection, view.checkpoint
-        left_out = selection.left_out(index.names)
-        selection.check(str(stored.location), index.names, (), stored.index.names)
+        where, left_out = str(stored.location), selection.left_out(index.names)
+        selection.check(where, index.names, (), stored.index.names)
         view.check(self.options)
         done: dict[str, Any] = {}
         for name in (n for n in index.per_process if n not in left_out):
             values = (_decode(view, name, b, None, self.among) for b in view.per_process(name))
             done[name] = PerProcessValues(tuple(map(_read, values)))
-        aliases = {
-            name: original for name, original in index.aliases.items() if name not in left_out
-        }
+        aliases = {n: original for n, original in index.aliases.items() if n not in left_out}
         arrays = {n: e for n, e in index.arrays.items() if n not in left_out - {*aliases.values()}}
         stored.check_total(arrays.values())
         targets = {name: {name: self._new_target(entry)} for name, entry in arrays.items()}
-        loaded_arrays = read(view.checkpoint, jobs_of(view, targets))
+        loaded_arrays = read(stored, view.jobs(targets))
         done |= {**{name: loaded_arrays[name] for name in targets}, **index.values}
         done |= {alias: done[name] for alias, name in aliases.items()}
         loaded = tuple(name for name in done if name not in left_out)
         skipped = (*view.unused, *sorted(left_out, key=natural))
         node = tree.without(view.node(), left_out)
         assert node is not None, "the selection has a leaf"
-        report = LoadReport(
-            str(view.checkpoint.location),
-            loaded,
-            skipped=skipped,
-            untyped=tuple(untyped(node)),
-        )
+        report = LoadReport(where, loaded, skipped=skipped, untyped=tuple(untyped(node)))
         return tree.rebuild(node, done.__getitem__), report
 
     def _new_target(self, entry: ArrayEntry) -> ArrayTarget:
@@ -350,7 +325,7 @@ class _Loading(NamedTuple):
         }
         by_array, same = _by_array(targets, stored, leaves)
         overlaps = Overlaps(by_array) if len(targets) > 1 else None
-        jobs = jobs_of(view, by_array if overlaps is None else overlaps.separate(by_array))
+        jobs = view.jobs(by_array if overlaps is None else overlaps.separate(by_array))
         loaded_arrays = read(view.checkpoint, jobs)
         if overlaps is not None:
             loaded_arrays = _filled(view, overlaps, loaded_arrays)
@@ -410,9 +385,11 @@ def _by_array(
 def _decode(view: View, name: str, stored: StoredValue, like: Any, among: Sequence[Adapter]) -> Any:
     from unickpt.frameworks import per_process
 
-    return per_process.decode(
-        stored, f"{view.checkpoint.location}: per-process leaf {name!r}", like, among
-    )
+    return per_process.decode(stored, _leaf_at(view, name), like, among)
+
+
+def _leaf_at(view: View, name: str) -> str:
+    return f"{view.checkpoint.location}: per-process leaf {name!r}"
 
 
 def _read(value: Any) -> Any:
@@ -434,13 +411,7 @@ class _SavedValues(Sequence[Any]):
     def __len__(self) -> int:
         return len(self._stored)
 
-    @overload
-    def __getitem__(self, index: int) -> Any: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Any]: ...
-
-    def __getitem__(self, index: int | slice) -> Any:
+    def __getitem__(self, index: Any) -> Any:
         numbers = range(len(self))[index]
         return self._decode(numbers) if isinstance(numbers, int) else [*map(self._decode, numbers)]
 
@@ -458,16 +429,15 @@ def _own_value(
         try:
             value = like.redistribute(saved, group.index, group.count)
         except LoadMismatch as error:
-            where = f"{view.checkpoint.location}: per-process leaf {name!r}"
-            raise LoadMismatch(f"{where}: {error}") from error
+            raise LoadMismatch(f"{_leaf_at(view, name)}: {error}") from error
     elif count == group.count:
         (stored,) = view.per_process(name, [group.index])
         value = _decode(view, name, stored, like.value, among)
     else:
         raise LoadMismatch(
-            f"{view.checkpoint.location}: per-process leaf {name!r} was saved by {count} "
-            f"processes and is loaded by {group.count}. If only some processes of the job load it, "
-            "give LoadOptions(group=); else give PerProcess(redistribute=function), which decides "
+            f"{_leaf_at(view, name)} was saved by {count} processes and is loaded by "
+            f"{group.count}. If only some processes of the job load it, give "
+            "LoadOptions(group=); else give PerProcess(redistribute=function), which decides "
             "who gets which value, or a class of `unickpt.data`, which divides a data loader's "
             "state anew; or load it alone without `like` (a PerProcessValues of all values)."
         )
@@ -489,7 +459,14 @@ def _reading(options: LoadOptions, among: Sequence[Adapter]) -> Iterator[ReadArr
             with exchanging(group, options) as read:
                 yield read
             return
-    with _telling(options, among) as progress:
+    with ExitStack() as stack:
+        progress = None
+        if options.progress:
+            from unickpt.progress import reporting
+
+            is_bar = options.progress is True  # which process 0 of a job shows
+            process = (options.group or current_group(among)).index if is_bar else 0
+            progress = stack.enter_context(reporting(options.progress, "loading", process))
         yield lambda stored, jobs: _read_here(stored, jobs, options, Filled(jobs, progress))
 
 
@@ -503,16 +480,3 @@ def _read_here(
 
         return read_on_node(stored, jobs, options, filled)
     return read_arrays(stored, jobs, options, filled=filled)
-
-
-def _telling(
-    options: LoadOptions, among: Sequence[Adapter]
-) -> AbstractContextManager[ProgressFunction | None]:
-    """Reports the progress of a process that reads alone, which may still be one of a job."""
-    if not options.progress:
-        return nullcontext()
-    from unickpt.progress import reporting
-
-    is_bar = options.progress is True
-    process = (options.group or current_group(among)).index if is_bar else 0
-    return reporting(options.progress, "loading", process)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from unickpt.arrays.names import natural
 from unickpt.loading import optimizers
 from unickpt.loading.report import Difference
+from unickpt.quoting import aligned
 from unickpt.trees.name_ranges import fold, skeleton
 
 if TYPE_CHECKING:
@@ -34,8 +35,9 @@ _ADVICE = {
     "tied": "two leaves of `like` share memory; untie them before loading",
 }
 _TRANSPOSED = (
-    "{count} stored transposed, such as {name!r}: {stored} instead of {asked}. Flax has kernels "
-    "[in, out], torch weights [out, in]; load with rules such as `{name} [i o] <-> {name} [o i]`"
+    "{count} stored transposed, such as {0.name!r}: {0.stored} instead of {0.requested}. Flax has "
+    "kernels [in, out], torch weights [out, in]; load with rules such as "
+    "`{0.name} [i o] <-> {0.name} [o i]`"
 )
 
 _SHAPE_OF = re.compile(r"(?=\[)")
@@ -185,19 +187,12 @@ def _single_leaf(rows: Sequence[Difference]) -> list[str]:
 
 def _transposed(rows: Sequence[Difference]) -> list[str]:
     """The likely cause that kernels have the axis order of another framework, if it applies."""
-    turned = [
-        row
-        for row in rows
-        if row.problem == "shape" and _dims(row.stored) == _dims(row.requested)[::-1]
-    ]
+    misshapen = [row for row in rows if row.problem == "shape"]
+    turned = [row for row in misshapen if _dims(row.stored) == _dims(row.requested)[::-1]]
     if not turned:
         return []
     count = "1 array is" if len(turned) == 1 else f"{len(turned)} arrays are"
-    first = turned[0]
-    cause = _TRANSPOSED.format(
-        count=count, name=first.name, stored=first.stored, asked=first.requested
-    )
-    return [f"likely cause: {cause}"]
+    return [f"likely cause: {_TRANSPOSED.format(turned[0], count=count)}"]
 
 
 def _dims(shape: str) -> list[str]:
@@ -226,11 +221,7 @@ def _table(rows: Sequence[Difference], lines_before: int) -> list[str]:
         return []
     most = max(_FEWEST_ROWS, _MOST_LINES - lines_before - 2)
     shown = [("leaf", "problem", "stored", "requested"), *folded[:most]]
-    widths = [max(len(row[column]) for row in shown) for column in range(4)]
-    lines = [
-        "  " + "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip()
-        for row in shown
-    ]
+    lines = aligned(shown)
     if len(folded) > most:
         lines.append(f"  ... and {len(folded) - most} more rows")
     return lines

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from unickpt.arrays.names import natural
 from unickpt.errors import LoadMismatch
 from unickpt.format.index import ArrayEntry
+from unickpt.loading.report import Difference
+from unickpt.quoting import first_few
 from unickpt.trees.moments import moments_among
 
 # A slot of torch's optimizers, under the number or the name of its parameter.
@@ -18,6 +20,7 @@ _SLOT = re.compile(
 )
 _SETTING = re.compile(r"((?:.*/)?)param_groups/([^/]+)/([^/]+).*")
 _PARAMETER = re.compile(r"((?:.*/)?)param_groups/[^/]+/params/[^/]+")
+_SHOWN = 4  # names, in a message
 _NOT_SETTINGS = ("params", "param_names")
 
 _NOTHING_REQUESTED = (
@@ -35,8 +38,8 @@ _OTHER_OPTIMIZER = (
     "skip={skip!r}"
 )
 _OTHER_PARAMETERS = (
-    "the moments{where} are of other parameters, such as {name!r}: stored {stored}, requested "
-    "{requested}. The optimizer has its parameters in another order or in other groups than when "
+    "the moments{where} are of other parameters, such as {0.name!r}: stored {0.stored}, requested "
+    "{0.requested}. The optimizer has its parameters in another order or in other groups than when "
     "it was saved: make them the same. unickpt.adapters.torch.NamedOptimizer stores the state by "
     "the names of the parameters, in which the order does not matter"
 )
@@ -52,20 +55,7 @@ _MOMENTS_UNUSED = (
 )
 
 
-class Row(Protocol):
-    """One difference; see `unickpt.loading.report.Difference`."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def problem(self) -> str: ...
-    @property
-    def stored(self) -> str: ...
-    @property
-    def requested(self) -> str: ...
-
-
-def other_optimizers(rows: Iterable[Row]) -> dict[str, str]:
+def other_optimizers(rows: Iterable[Difference]) -> dict[str, str]:
     """The places at which another optimizer was saved than is requested, such as "optim/", each
     with the likely cause as text."""
     settings: dict[str, dict[str, dict[str, None]]] = {}
@@ -76,8 +66,8 @@ def other_optimizers(rows: Iterable[Row]) -> dict[str, str]:
     return {
         prefix: _OTHER_OPTIMIZER.format(
             where=_where(prefix),
-            stored=_listed(keys["unexpected"]),
-            requested=_listed(keys["missing"]),
+            stored=first_few([*keys["unexpected"]], _SHOWN),
+            requested=first_few([*keys["missing"]], _SHOWN),
             skip=f"{prefix}**",
         )
         for prefix, keys in settings.items()
@@ -85,14 +75,14 @@ def other_optimizers(rows: Iterable[Row]) -> dict[str, str]:
     }
 
 
-def likely_causes(rows: Sequence[Row], requested: Collection[str]) -> list[str]:
+def likely_causes(rows: Sequence[Difference], requested: Collection[str]) -> list[str]:
     """Why the state of optimizers differs, as texts.
 
     Arguments:
         rows: the differences, without those of optimizers that are others altogether.
         requested: the names of all leaves of `like`.
     """
-    slots: dict[str, list[Row]] = {}
+    slots: dict[str, list[Difference]] = {}
     for row in rows:
         match = _SLOT.fullmatch(row.name)
         if match is not None:
@@ -102,7 +92,7 @@ def likely_causes(rows: Sequence[Row], requested: Collection[str]) -> list[str]:
 
 
 def _cause_of_slots(
-    prefix: str, slots: Sequence[Row], rows: Sequence[Row], requested: Collection[str]
+    prefix: str, slots: Sequence[Difference], rows: Sequence[Difference], requested: Collection[str]
 ) -> str:
     problems, state = {row.problem for row in slots}, f"{prefix}state/"
     requested_slots = {name for name in requested if name.startswith(state)}
@@ -113,14 +103,11 @@ def _cause_of_slots(
     misshapen = [row for row in slots if row.problem == "shape"]
     other_rows = (row for row in rows if row.problem == "shape" and not row.name.startswith(state))
     if misshapen and not any(other_rows):
-        row = misshapen[0]
-        return _OTHER_PARAMETERS.format(
-            where=_where(prefix), name=row.name, stored=row.stored, requested=row.requested
-        )
+        return _OTHER_PARAMETERS.format(misshapen[0], where=_where(prefix))
     return ""
 
 
-def _new_parameters(rows: Sequence[Row], requested: Collection[str]) -> list[str]:
+def _new_parameters(rows: Sequence[Difference], requested: Collection[str]) -> list[str]:
     """The likely causes that parameters were added to an optimizer since it was saved."""
     added: dict[str, list[str]] = {}
     for row in rows:
@@ -133,7 +120,7 @@ def _new_parameters(rows: Sequence[Row], requested: Collection[str]) -> list[str
             where=_where(prefix),
             count=f"{len(names)} parameter{'s' * (len(names) > 1)}",
             verb="were" if len(names) > 1 else "was",
-            names=_listed(names),
+            names=first_few(names, _SHOWN),
         )
         for prefix, names in added.items()
     ]
@@ -170,7 +157,7 @@ def check_moments(
                 _MOMENTS_UNUSED.format(
                     where=where,
                     under=_where(prefix),
-                    names=_listed([repr(name) for name in moments]),
+                    names=first_few([repr(name) for name in moments], _SHOWN),
                     skip=f"{prefix}**",
                 )
             )
@@ -188,8 +175,3 @@ def _has_no_slots(prefix: str, requested: Mapping[str, Any]) -> bool:
 
 def _where(prefix: str) -> str:
     return f" under {prefix.rstrip('/')!r}" if prefix else ""
-
-
-def _listed(names: Iterable[str]) -> str:
-    first, more = list(names)[:4], len(list(names)) - 4
-    return ", ".join(first) + (f" and {more} more" if more > 0 else "")

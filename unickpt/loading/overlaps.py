@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import product
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
@@ -110,9 +111,9 @@ def _pairs_among(
 
 def _agree(ours: Sequence[_Part], theirs: Sequence[_Part]) -> bool:
     """Whether two arrays have the same bytes in the memory that they share."""
-    for (region, buffer), (other, other_buffer) in (
-        (mine, their) for mine in ours for their in theirs if mine[0].overlaps(their[0])
-    ):
+    for (region, buffer), (other, other_buffer) in product(ours, theirs):
+        if not region.overlaps(other):
+            continue
         start = min(region.span[0], other.span[0])
         memory = np.zeros(max(region.span[1], other.span[1]) - start, np.uint8)
         first = region.within(memory, start, buffer.dtype)

@@ -6,7 +6,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from unickpt.trees.tree import Leaf, Node, child_names
+from unickpt.quoting import aligned
+from unickpt.trees.tree import Leaf, Node, containers
 
 _MOST_ROWS = 20
 _WITHOUT_CLASS = {
@@ -15,6 +16,9 @@ _WITHOUT_CLASS = {
     "wrapper": "only what it holds",
 }
 """What containers of a class of their own become without `like`: no class is looked up by name."""
+
+_NEW = "{}: the load returned a new one, that of `like` was not filled"
+_SHORT = {"older experts": "older", "new objects": "new"}  # in rows
 
 
 class Difference(NamedTuple):
@@ -73,20 +77,33 @@ class LoadReport:
     new_objects: tuple[tuple[str, str], ...] = ()
 
     @property
+    def _reasons(self) -> dict[str, list[tuple[str, str]]]:
+        """What happened, as `counts` calls it, and to which leaves, each with why."""
+        return {
+            "kept": [(name, "not stored, `like` keeps what it held") for name in self.kept],
+            "left out": [(name, "not selected, keeps what it held") for name in self.left_out],
+            "skipped": [(name, "stored, and not requested") for name in self.skipped],
+            "mismatched": [
+                (name, f"stored {list(stored)}, requested {list(requested)}; unchanged in `like`")
+                for name, stored, requested in self.mismatched
+            ],
+            "cast": [(name, f"from {old} to {new}") for name, old, new in self.cast],
+            "renamed": [(old, _rest(old, new)) for old, new in self.renamed],
+            "older experts": [(_expert(k, n), f"of step {s}") for k, n, s in self.older_experts],
+            "untyped": [
+                (name, f"saved as {saved or 'an object'}, without `like` {now}")
+                for name, saved, now in self.untyped
+            ],
+            "new objects": [
+                (name or "/", _NEW.format(kind or "object")) for name, kind in self.new_objects
+            ],
+        }
+
+    @property
     def counts(self) -> dict[str, int]:
         """Numbers of leaves by what happened to them; all but `loaded` only if there are any."""
-        counts = {
-            "kept": len(self.kept),
-            "left out": len(self.left_out),
-            "skipped": len(self.skipped),
-            "mismatched": len(self.mismatched),
-            "cast": len(self.cast),
-            "renamed": len(self.renamed),
-            "older experts": len(self.older_experts),
-            "untyped": len(self.untyped),
-            "new objects": len(self.new_objects),
-        }
-        return {"loaded": len(self.loaded), **{kind: n for kind, n in counts.items() if n}}
+        counts = {kind: len(leaves) for kind, leaves in self._reasons.items() if leaves}
+        return {"loaded": len(self.loaded), **counts}
 
     @property
     def _summary(self) -> str:
@@ -97,30 +114,8 @@ class LoadReport:
     @property
     def rows(self) -> list[tuple[str, str, str]]:
         """The table of `str(report)`: what happened, to which leaves, and why."""
-        return [
-            *_rows("kept", ((n, "not stored, `like` keeps what it held") for n in self.kept)),
-            *_rows("left out", ((n, "not selected, keeps what it held") for n in self.left_out)),
-            *_rows("skipped", ((n, "stored, and not requested") for n in self.skipped)),
-            *_rows(
-                "mismatched",
-                (
-                    (
-                        name,
-                        f"stored {list(stored)}, requested {list(requested)}; unchanged in `like`",
-                    )
-                    for name, stored, requested in self.mismatched
-                ),
-            ),
-            *_rows("cast", ((name, f"from {old} to {new}") for name, old, new in self.cast)),
-            *_rows("renamed", ((old, _rest(old, new)) for old, new in self.renamed)),
-            *_rows(
-                "older", ((_expert(k, n), f"of step {step}") for k, n, step in self.older_experts)
-            ),
-            *_rows(
-                "untyped", ((name, _class_text(saved, now)) for name, saved, now in self.untyped)
-            ),
-            *_rows("new", ((name or "/", _new_text(kind)) for name, kind in self.new_objects)),
-        ]
+        reasons = self._reasons.items()
+        return [row for kind, leaves in reasons for row in _rows(_SHORT.get(kind, kind), leaves)]
 
     def __repr__(self) -> str:
         return f"LoadReport({self.url!r}, {self._summary})"
@@ -133,32 +128,14 @@ class LoadReport:
         return html.page("LoadReport", self.url, [self._summary], drawn)
 
     def __str__(self) -> str:
-        rows = self.rows
-        widths = [max((len(row[column]) for row in rows), default=0) for column in range(2)]
-        lines = [
-            "  " + "  ".join([kind.ljust(widths[0]), name.ljust(widths[1]), text]).rstrip()
-            for kind, name, text in rows
-        ]
-        return "\n".join([f"{self.url}: {self._summary}", *lines])
+        return "\n".join([f"{self.url}: {self._summary}", *aligned(self.rows)])
 
 
-def untyped(node: Node | Leaf, name: str = "") -> Iterator[tuple[str, str, str]]:
+def untyped(root: Node | Leaf) -> Iterator[tuple[str, str, str]]:
     """The containers in a stored tree that are not of their class: name, class, what they are."""
-    if isinstance(node, Leaf):
-        return
-    if node.kind in _WITHOUT_CLASS and node.children:
-        yield name, node.type_name, _WITHOUT_CLASS[node.kind]
-    names = child_names(node.kind, node.keys, name)
-    for child, child_name in zip(node.children, names, strict=True):
-        yield from untyped(child, child_name)
-
-
-def _new_text(kind: str) -> str:
-    return f"{kind or 'object'}: the load returned a new one, that of `like` was not filled"
-
-
-def _class_text(saved: str, now: str) -> str:
-    return f"saved as {saved or 'an object'}, without `like` {now}"
+    for name, node in containers(root):
+        if node.kind in _WITHOUT_CLASS and node.children:
+            yield name, node.type_name, _WITHOUT_CLASS[node.kind]
 
 
 def _expert(key: str, number: int) -> str:

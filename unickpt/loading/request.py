@@ -359,26 +359,22 @@ def compare(view: View, request: LoadRequest, policy: Policy) -> LoadReport:
     stored, selection = view.checkpoint, policy.selection
     where = stored.label if stored.under else str(stored.location)
     names = [*request.leaves, *request.left_out]
-    have, unused, entries, targets = (
-        view.index.names,
-        view.unused,
-        view.index.entries,
-        request.targets,
-    )
+    have, entries = view.index.names, view.index.entries
     selection.check(where, names, have, view.sources)
     comparison = _Comparison(view, request, policy, have)
     for name in request.leaves:
-        entry, target = entries.get(name), targets.get(name)
+        entry, target = entries.get(name), request.targets.get(name)
         if entry is not None and target is not None and comparison.fits(name, entry, target):
             comparison.loaded.append(name)  # as nearly all
         else:
             comparison.add(name)
     comparison.rows.sort(key=lambda row: natural(row.name))
     # Orbax stores None for an empty namedtuple, such as a state of optax without arrays.
-    nothing = {name for name in unused if view.index.values.get(name, 0) is None}
+    nothing = {name for name in view.unused if view.index.values.get(name, 0) is None}
     if nothing:
-        nothing.intersection_update(tree.empty_containers(request.node))
-    skipped = sorted(set(unused) - nothing - request.left_out.keys(), key=natural)
+        containers = tree.containers(request.node)
+        nothing &= {name for name, container in containers if not container.children}
+    skipped = sorted(set(view.unused) - nothing - request.left_out.keys(), key=natural)
     unexpected = [
         Difference(name, "unexpected", leaf_text(stored_leaf(stored.index, name)), "-")
         for name in skipped
@@ -498,11 +494,8 @@ def _new_objects(node: tree.Node | tree.Leaf, name: str = "") -> Iterator[tuple[
         return
     if tree.Node not in map(type, node.children):
         return  # as most
-    for child, key_name in zip(
-        node.children, tree.child_names(node.kind, node.keys, name), strict=True
-    ):
-        if isinstance(child, tree.Node):
-            yield from _new_objects(child, key_name)
+    for child_name, child in tree.named_children(node, name):
+        yield from _new_objects(child, child_name)
 
 
 def _is_mutable(container: Any) -> bool:

@@ -172,25 +172,20 @@ def _part(
     left: Mapping[str, str], stored_leaves: Mapping[str, str], requested_count: int
 ) -> Cause | None:
     """The cause that `like` is a part of what is stored, if most of it lies under one name."""
-    by_length: dict[int, list[str]] = {}
-    for name in left:
-        by_length.setdefault(len(name), []).append(name)
+    lengths = {len(name) for name in left}
     by_container: dict[str, list[tuple[str, str]]] = {}
-    requested_names = {(length, name) for length, names in by_length.items() for name in names}
     for stored in stored_leaves:
-        for length in by_length:
+        for length in lengths:
             under, name = stored[: len(stored) - length], stored[len(stored) - length :]
-            if under.endswith((".", "/")) and (length, name) in requested_names:
+            if under.endswith((".", "/")) and name in left:
                 by_container.setdefault(under, []).append((name, stored))
-    likely = [
-        under for under, pairs in by_container.items() if 2 * len(pairs) >= max(requested_count, 1)
-    ]
-    if not likely:
+    most = max(map(len, by_container.values()), default=0)
+    if 2 * most < max(requested_count, 1):
         return None
-    likely.sort(key=lambda under: (-len(by_container[under]), len(_tokens(under)), natural(under)))
-    best, *other_containers = [
-        under for under in likely if len(by_container[under]) == len(by_container[likely[0]])
-    ]
+    likely = [under for under, pairs in by_container.items() if len(pairs) == most]
+    best, *other_containers = sorted(
+        likely, key=lambda under: (len(_tokens(under)), natural(under))
+    )
     also = (
         f", and also under {', '.join(map(repr, other_containers[:_MOST_CAUSES]))}"
         if other_containers

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from itertools import filterfalse
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -16,7 +17,7 @@ from unickpt.format.index import ArrayEntry, Index, tree_of
 from unickpt.format.reader import Reader
 from unickpt.frameworks.leaves import PerProcess
 from unickpt.frameworks.protocol import ArrayTarget
-from unickpt.reading.array_reader import Job, StoredJob, read_arrays
+from unickpt.reading.array_reader import Job, read_arrays
 from unickpt.reading.checkpoint import Checkpoint
 from unickpt.reading.options import LoadOptions
 from unickpt.reading.recipes import Fill, Recipe, Unchanged, whole_dims
@@ -34,41 +35,25 @@ class View(Protocol):
     A load knows a checkpoint only as a view; rules make one of a reader and of what `like` asks.
     """
 
-    @property
-    def checkpoint(self) -> Reader: ...
-
-    @property
-    def index(self) -> Index:
-        """The arrays and values, under the requested names."""
-
-    @property
-    def kept_names(self) -> frozenset[str]:
-        """Names that may be requested and are missing on purpose."""
-
-    @property
-    def misfits(self) -> Mapping[str, str]:
-        """Requested leaves that are missing because the stored leaf has a different shape: what is
-        stored, by name."""
-
-    @property
-    def renamed(self) -> Mapping[str, str]:
-        """The stored names of leaves that are requested under other names without a rule."""
-
-    @property
-    def unused(self) -> Sequence[str]:
-        """The names of stored leaves that no requested leaf uses."""
-
-    @property
-    def dropped(self) -> Collection[str]:
-        """The names of stored leaves that rules leave out on purpose."""
-
-    @property
-    def sources(self) -> Collection[str]:
-        """The names of what is stored, if they mean something else than those of the index."""
-
-    @property
-    def numbers(self) -> Mapping[str, tree_json.Plain]:
-        """The arrays of the index that are stored as plain numbers."""
+    checkpoint: Reader
+    """What is stored."""
+    index: Index
+    """The arrays and values, under the requested names."""
+    kept_names: frozenset[str] = frozenset()
+    """Names that may be requested and are missing on purpose."""
+    misfits: Mapping[str, str] = MappingProxyType({})
+    """Requested leaves that are missing because the stored leaf has a different shape: what is
+    stored, by name."""
+    renamed: Mapping[str, str] = MappingProxyType({})
+    """The stored names of leaves that are requested under other names without a rule."""
+    unused: Sequence[str] = ()
+    """The names of stored leaves that no requested leaf uses."""
+    dropped: Collection[str] = ()
+    """The names of stored leaves that rules leave out on purpose."""
+    sources: Collection[str] = ()
+    """The names of what is stored, if they mean something else than those of the index."""
+    numbers: Mapping[str, tree_json.Plain] = MappingProxyType({})
+    """The arrays of the index that are stored as plain numbers."""
 
     def node(self) -> tree.Node | tree.Leaf:
         """The structure that a load without `like` returns."""
@@ -86,30 +71,57 @@ class View(Protocol):
         """As `Checkpoint.per_process`."""
 
     def check(self, options: LoadOptions) -> None:
-        """Checks that no data is lost with the stored arrays that are not read.
+        """Checks that no data is lost with the stored arrays that are not read: only rules make one
+        array of two, or leave one out.
 
         Raises:
             LoadMismatch: some would be.
         """
+        return
+
+    def jobs(self, targets_by_array: TargetsByArray) -> list[Job]:
+        """What to read, in groups that need the same stored arrays.
+
+        Arguments:
+            targets_by_array: for arrays of the index, their targets by name.
+        """
+        jobs: list[dict[str, Recipe]] = []
+        job_by_array: dict[str, int] = {}  # which job reads a stored array
+        for name, targets in targets_by_array.items():
+            recipe = self.recipe(name)
+            used = {source.entry.name for source in recipe.sources}
+            job = len(jobs)
+            if job_by_array.keys().isdisjoint(used):
+                jobs.append(dict.fromkeys(targets, recipe))
+            else:
+                job, *other_jobs = sorted(
+                    {job_by_array[entry] for entry in used if entry in job_by_array}
+                )
+                for other in other_jobs:
+                    jobs[job] |= jobs[other]
+                    jobs[other] = {}
+                    job_by_array.update(
+                        {entry: job for entry, number in job_by_array.items() if number == other}
+                    )
+                jobs[job] |= dict.fromkeys(targets, recipe)
+            job_by_array.update(dict.fromkeys(used, job))
+        all_targets = {
+            name: target
+            for targets in targets_by_array.values()
+            for name, target in targets.items()
+        }
+        return [Job({n: all_targets[n] for n in recipes}, recipes) for recipes in jobs if recipes]
 
 
-class StoredView:
+class StoredView(View):
     """A checkpoint as it is stored; `serve` adapts it to what is requested.
 
     Arguments:
         checkpoint: what is stored.
     """
 
-    kept_names: frozenset[str] = frozenset()
-    dropped: Collection[str] = ()
-    sources: Collection[str] = ()
-    misfits: Mapping[str, str] = {}
-    unused: Sequence[str] = ()
-
     def __init__(self, checkpoint: Reader) -> None:
         self.checkpoint, self.index = checkpoint, checkpoint.index
-        self.renamed: Mapping[str, str] = {}
-        self.numbers: Mapping[str, tree_json.Plain] = {}
         self._leaves: Mapping[str, Any] = {}
 
     def serve(self, leaves: Mapping[str, Any], targets: Mapping[str, ArrayTarget]) -> None:
@@ -156,24 +168,18 @@ class StoredView:
         return Recipe((Unchanged(self.index.arrays[name]),))
 
     def jobs(self, targets_by_array: TargetsByArray) -> list[Job]:
-        """As `jobs_of`: no two arrays need the same stored one."""
-        arrays, numbers = self.index.arrays, self.numbers
-        jobs: list[Job] = []
-        for name, targets in targets_by_array.items():
-            if len(targets) == 1 and name not in numbers:
-                ((target_name, target),) = targets.items()
-                jobs.append(StoredJob(target_name, target, arrays[name]))
-            else:
-                jobs.append(Job(targets, dict.fromkeys(targets, self.recipe(name))))
-        return jobs
+        arrays, numbers = self.index.arrays, self.numbers  # no two need the same stored array
+        return [
+            Job(targets, dict.fromkeys(targets, self.recipe(name)))
+            if name in numbers
+            else Job(targets, entry=arrays[name])
+            for name, targets in targets_by_array.items()
+        ]
 
     def per_process(
         self, name: str, processes: Sequence[int] | None = None
     ) -> tuple[StoredValue, ...]:
         return self.checkpoint.per_process(self.renamed.get(name, name), processes)
-
-    def check(self, options: LoadOptions) -> None:
-        """Nothing: only rules make one array of two, or leave one out."""
 
 
 def number_entry(
@@ -265,41 +271,7 @@ def read_into(stored: Checkpoint, targets: TargetsByArray, options: LoadOptions)
         CheckpointReplaced: a save has replaced the checkpoint meanwhile.
         UnickptError: as `unickpt.load`.
     """
-    read_arrays(stored.reader, jobs_of(StoredView(stored.reader), targets), options)
-
-
-def jobs_of(view: View, targets_by_array: TargetsByArray) -> list[Job]:
-    """What to read, in groups that need the same stored arrays.
-
-    Arguments:
-        targets_by_array: for arrays of the view's index, their targets by name.
-    """
-    if isinstance(view, StoredView):
-        return view.jobs(targets_by_array)
-    jobs: list[dict[str, Recipe]] = []
-    job_by_array: dict[str, int] = {}  # which job reads a stored array
-    for name, targets in targets_by_array.items():
-        recipe = view.recipe(name)
-        used = {source.entry.name for source in recipe.sources}
-        job = len(jobs)
-        if job_by_array.keys().isdisjoint(used):
-            jobs.append(dict.fromkeys(targets, recipe))
-        else:
-            job, *other_jobs = sorted(
-                {job_by_array[entry] for entry in used if entry in job_by_array}
-            )
-            for other in other_jobs:
-                jobs[job] |= jobs[other]
-                jobs[other] = {}
-                job_by_array.update(
-                    {entry: job for entry, number in job_by_array.items() if number == other}
-                )
-            jobs[job] |= dict.fromkeys(targets, recipe)
-        job_by_array.update(dict.fromkeys(used, job))
-    all_targets = {
-        name: target for targets in targets_by_array.values() for name, target in targets.items()
-    }
-    return [Job({n: all_targets[n] for n in recipes}, recipes) for recipes in jobs if recipes]
+    read_arrays(stored.reader, StoredView(stored.reader).jobs(targets), options)
 
 
 def unchanged_entry(view: View, name: str) -> ArrayEntry | None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from contextlib import closing, nullcontext
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import compress
-from operator import attrgetter, itemgetter
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from unickpt.arrays import dtypes, strided_copy
@@ -17,9 +19,9 @@ from unickpt.format.index import ArrayEntry, nbytes_of
 from unickpt.format.reader import Reader, Request
 from unickpt.frameworks.host_memory import prefer_huge_pages
 from unickpt.frameworks.protocol import ArrayTarget
-from unickpt.reading.chunk_reader import TASK_BYTES, TASK_CHUNKS, ChunkReader, mismatch
+from unickpt.reading.chunk_reader import TASK_BYTES, TASK_CHUNKS, ChunkReader, read_checked
 from unickpt.reading.options import LoadOptions
-from unickpt.reading.read_plan import Planner, TargetBox, consumers_of
+from unickpt.reading.read_plan import Consumer, Planner, TargetBox, consumers_of
 from unickpt.reading.recipes import Recipe, Unchanged
 from unickpt.reading.targets import NewTarget, put
 from unickpt.storage.local_files import files_kept_open
@@ -28,30 +30,38 @@ from unickpt.threads import Window, in_batches
 if TYPE_CHECKING:
     from unickpt.progress import ProgressFunction
 
+_NBYTES = attrgetter("nbytes")
+
 
 class Job:
     """Arrays to read together, because they are tied, requested more than once, or need the same
     chunks.
 
+    Of one that is taken as it is stored, as of the 100,000 that a model may have nearly all, no
+    more is made than this.
+
     Arguments:
         targets: the destinations, by name.
         recipes: their sources, by the same names.
+        entry: instead of these, the stored array that all of the targets take.
     """
 
-    __slots__ = ("_recipes", "_targets")
+    __slots__ = ("_recipes", "entry", "targets")
 
-    def __init__(self, targets: Mapping[str, ArrayTarget], recipes: Mapping[str, Recipe]) -> None:
-        self._targets, self._recipes = targets, recipes
-
-    @property
-    def targets(self) -> Mapping[str, ArrayTarget]:
-        """The destinations, by name."""
-        return self._targets
+    def __init__(
+        self,
+        targets: Mapping[str, ArrayTarget],
+        recipes: Mapping[str, Recipe] | None = None,
+        entry: ArrayEntry | None = None,
+    ) -> None:
+        self.targets, self._recipes, self.entry = targets, recipes or {}, entry
 
     @property
     def recipes(self) -> Mapping[str, Recipe]:
-        """Their sources, by the same names."""
-        return self._recipes
+        """The sources, by the names of the destinations."""
+        if self.entry is None:
+            return self._recipes
+        return dict.fromkeys(self.targets, Recipe((Unchanged(self.entry),)))
 
     @property
     def nbytes(self) -> int:
@@ -64,7 +74,7 @@ class Job:
     @property
     def processes(self) -> int:
         """Over how many processes all destinations are distributed, at least; 1 for none."""
-        return min((target.processes for target in self.targets.values()), default=1)
+        return min([target.processes for target in self.targets.values()], default=1)
 
     @property
     def entries(self) -> list[ArrayEntry]:
@@ -72,33 +82,20 @@ class Job:
         used = (source.entry for recipe in self.recipes.values() for source in recipe.sources)
         return list({entry.name: entry for entry in used}.values())
 
+    def finish(self, buffers: dict[str, list[Array]], done: dict[str, Any]) -> None:
+        """Adds the leaves of filled memory to `done`; forgets the memory."""
+        for name, target in self.targets.items():
+            done[name] = target.finish(buffers.pop(name))
 
-class StoredJob(Job):
-    """An array that one target takes as it is stored: of the 100,000 that a model may have nearly
-    all, so that no more is made of them than this.
 
-    Arguments:
-        name: of the target.
-        target: the target.
-        entry: the stored array.
-    """
+class _WholeArray(NamedTuple):
+    """An array that is one chunk and is read whole: its job, the only target of it, its bytes."""
 
-    __slots__ = ("entry", "name", "target")
-
-    def __init__(self, name: str, target: ArrayTarget, entry: ArrayEntry) -> None:
-        self.name, self.target, self.entry = name, target, entry
-
-    @property
-    def targets(self) -> Mapping[str, ArrayTarget]:
-        return {self.name: self.target}
-
-    @property
-    def processes(self) -> int:
-        return self.target.processes
-
-    @property
-    def recipes(self) -> Mapping[str, Recipe]:
-        return {self.name: Recipe((Unchanged(self.entry),))}
+    job: Job
+    name: str
+    target: ArrayTarget
+    entry: ArrayEntry
+    nbytes: int
 
 
 ReadArrays = Callable[[Reader, Sequence[Job]], dict[str, Any]]
@@ -124,27 +121,24 @@ def read_arrays(
     filled = filled or Filled(jobs)
     stored = _checking(stored, jobs) if options.verify and reader is None else stored
     done: dict[str, Any] = {}
-    whole, other_jobs = _whole_jobs(jobs)
-    sizes = [nbytes_of(job.entry.shape, job.entry.dtype) for job in whole]
-    is_small = len(whole) <= TASK_CHUNKS and sum(sizes) <= TASK_BYTES
+    whole, other_jobs = _whole_arrays(jobs)
+    nbytes = sum(map(_NBYTES, whole))
+    is_small = len(whole) <= TASK_CHUNKS and nbytes <= TASK_BYTES
     try:
         # To start a thread for one piece of work takes as long as to read a megabyte.
         if whole and not other_jobs and reader is None and (is_small or len(whole) == 1):
-            batch = _ReadBatch(stored, whole, sum(sizes), options.verify)
+            batch = _ReadBatch(stored, whole, options.verify)
             with files_kept_open():
-                for index in stored.read(batch.requests) if batch.requests else ():
-                    raise mismatch(stored, batch.requests[index])
+                read_checked(stored, batch.requests)
             batch.finish(filled, done)
-            whole, sizes, other_jobs = [], [], batch.other_jobs
+            whole, nbytes, other_jobs = [], 0, batch.other_jobs
         if whole or other_jobs:
-            chunk_reader = reader or ChunkReader(stored)
-            try:
+            own_reader = nullcontext(reader) if reader else closing(ChunkReader(stored))
+            with own_reader as chunk_reader:
                 if reader is None:
-                    chunk_reader.expect(sum(sizes) + sum(map(attrgetter("nbytes"), other_jobs)))
-                _Reads(stored, options, chunk_reader, filled, done).run(whole, sizes, other_jobs)
-            finally:
-                if reader is None:
-                    chunk_reader.close()
+                    chunk_reader.expect(nbytes + sum(map(_NBYTES, other_jobs)))
+                planner, window = Planner(stored, options.verify), Window(options.working_bytes)
+                _Reads(stored, chunk_reader, planner, window, filled, done).run(whole, other_jobs)
     except MemoryError as error:
         raise out_of_memory(f"reading {stored.location}", error) from error
     return done
@@ -195,8 +189,7 @@ class _ReadBatch:
 
     Arguments:
         stored: the checkpoint.
-        jobs: the arrays.
-        nbytes: of all of them.
+        arrays: the arrays.
         verify: whether they are checked against their digests.
     """
 
@@ -204,125 +197,121 @@ class _ReadBatch:
     other_jobs: list[Job]
     """Those that have to be read otherwise, because their memory is not contiguous."""
 
-    def __init__(
-        self, stored: Reader, jobs: Sequence[StoredJob], nbytes: int, verify: bool
-    ) -> None:
-        digests: Sequence[int | None] = [None] * len(jobs)
-        rows = stored.first_digests([job.entry for job in jobs])  # before there is memory
-        is_large = nbytes > TASK_BYTES  # then it may be of one array
-        for job in jobs if rows is None or is_large else ():
-            stored.check_backed(job.entry)
+    def __init__(self, stored: Reader, arrays: Sequence[_WholeArray], verify: bool) -> None:
+        digests: Sequence[int | None] = [None] * len(arrays)
+        rows = stored.first_digests([array.entry for array in arrays])  # before there is memory
+        is_large = sum(map(_NBYTES, arrays)) > TASK_BYTES  # then it may be of one array
+        for array in arrays if rows is None or is_large else ():
+            stored.check_backed(array.entry)
         if rows is not None and verify:
             digests = rows["digest"].tolist()
-        memory = [buffer_of(stored, job.name, job.target, 0) for job in jobs]
-        for buffer in memory if is_large else ():
-            prefer_huge_pages(buffer)
+        memory = [buffer_of(stored, array.name, array.target, 0) for array in arrays]
         plain = [buffer.flags.c_contiguous for buffer in memory]
-        self._jobs = list(compress(jobs, plain))
-        self.other_jobs = [job for job, is_plain in zip(jobs, plain, strict=True) if not is_plain]
+        self._arrays = list(compress(arrays, plain))
+        self.other_jobs = [
+            array.job for array, is_plain in zip(arrays, plain, strict=True) if not is_plain
+        ]
         self.requests = [
-            Request(job.entry, _only_part(job.entry), 0, buffer, digest)
-            for job, buffer, digest in compress(zip(jobs, memory, digests, strict=True), plain)
+            Request(entry, _only_part(entry), 0, buffer, digest)
+            for (_, _, _, entry, _), buffer, digest in compress(
+                zip(arrays, memory, digests, strict=True), plain
+            )
         ]
 
     def finish(self, filled: Filled, done: dict[str, Any]) -> None:
         """Adds the arrays to `done`, once they are read."""
         memory = [request.out for request in self.requests]
-        filled.whole(self._jobs, sum(map(attrgetter("nbytes"), memory)))
-        for job, buffer in zip(self._jobs, memory, strict=True):
-            done[job.name] = job.target.finish([buffer])
+        filled.whole([array.job for array in self._arrays], sum(map(_NBYTES, memory)))
+        for array, buffer in zip(self._arrays, memory, strict=True):
+            done[array.name] = array.target.finish([buffer])
 
 
+@dataclass(frozen=True)
 class _Reads:
     """Reads of arrays on threads; see `read_arrays` for the arguments."""
 
-    def __init__(
-        self,
-        stored: Reader,
-        options: LoadOptions,
-        reader: ChunkReader,
-        filled: Filled,
-        done: dict[str, Any],
-    ) -> None:
-        self._stored, self._reader, self._filled, self._done = stored, reader, filled, done
-        self._planner = Planner(stored, options.verify)
-        self._window = Window(options.working_bytes)
+    stored: Reader
+    reader: ChunkReader
+    planner: Planner
+    window: Window
+    filled: Filled
+    done: dict[str, Any]
 
-    def run(
-        self, whole: Iterable[StoredJob], sizes: Iterable[int], other_jobs: Sequence[Job]
-    ) -> None:
+    def run(self, whole: Iterable[_WholeArray], other_jobs: Sequence[Job]) -> None:
         """Reads all.
 
         Arguments:
             whole: the arrays that are read whole, and are one chunk.
-            sizes: their bytes.
             other_jobs: all others.
         """
         left = [*other_jobs]
-        sized = zip(whole, sizes, strict=True)
-        for batch in in_batches(sized, TASK_CHUNKS, self._reader.task_bytes, itemgetter(1)):
-            together, nbytes = zip(*batch, strict=True)
-            left += self._start_whole(together, sum(nbytes))
+        for batch in in_batches(whole, TASK_CHUNKS, self.reader.task_bytes, _NBYTES):
+            left += self._start_whole(batch)
         for job in left:
             self._start(job)
-        self._window.drain()
+        self.window.drain()
 
     def _start(self, job: Job) -> None:
         """Starts to read an array, when there is room; the window waits for it and finishes the
         leaf."""
         nbytes = job.nbytes
-        self._window.make_room(nbytes)
-        for entry in job.entries:
-            self._stored.check_backed(entry)
-        buffers = buffers_of(self._stored, job)
-        slots = slots_of(job)
-        fill(slots, buffers, self._planner.verify)
-        reads = self._planner.reads(consumers_of(slots, buffers))
+        self.window.make_room(nbytes)
+        buffers, consumers = prepare(self.stored, job, self.planner.verify)
         # Each once, in the order in which they are read: progress is reported as they end.
-        pending = dict.fromkeys(self._reader.submit(read) for read in reads)
+        pending = dict.fromkeys(map(self.reader.submit, self.planner.reads(consumers)))
 
         def finish() -> None:
             for ended, task in enumerate(pending, 1):
-                self._reader.wait(task)
-                self._filled.part(job, ended, len(pending))
-            self._filled.whole([job], nbytes)
-            for name, target in job.targets.items():
-                self._done[name] = target.finish(buffers.pop(name))
+                self.reader.wait(task)
+                self.filled.part(job, ended, len(pending))
+            self.filled.whole([job], nbytes)
+            job.finish(buffers, self.done)
 
-        self._window.add(nbytes, finish)
+        self.window.add(nbytes, finish)
 
-    def _start_whole(self, jobs: Sequence[StoredJob], nbytes: int) -> Sequence[Job]:
+    def _start_whole(self, arrays: Sequence[_WholeArray]) -> Sequence[Job]:
         """As `_start`, for a batch on one thread; returns those that have to be read otherwise."""
-        self._window.make_room(nbytes)
-        batch = _ReadBatch(self._stored, jobs, nbytes, self._planner.verify)
-        ended = self._reader.submit_requests(batch.requests)
+        nbytes = sum(map(_NBYTES, arrays))
+        self.window.make_room(nbytes)
+        batch = _ReadBatch(self.stored, arrays, self.planner.verify)
+        ended = self.reader.submit_requests(batch.requests)
 
         def finish() -> None:
             ended.result()
-            batch.finish(self._filled, self._done)
+            batch.finish(self.filled, self.done)
 
-        self._window.add(nbytes, finish)
+        self.window.add(nbytes, finish)
         return batch.other_jobs
 
 
-def buffers_of(stored: Reader, job: Job) -> dict[str, list[Array]]:
-    """Memory for all boxes of all targets.
+Consumers = Mapping[str, tuple[ArrayEntry, list[Consumer]]]
+"""What takes elements of stored arrays, by the names of these."""
+
+
+def prepare(stored: Reader, job: Job, verify: bool) -> tuple[dict[str, list[Array]], Consumers]:
+    """Memory for all boxes of all targets, in which all that needs no chunk is filled in; and what
+    of it takes elements of which stored array.
 
     Raises:
         OutOfMemory: names the array.
     """
-    buffers = {}
-    for name, target in job.targets.items():
-        buffers[name] = [buffer_of(stored, name, target, i) for i in range(len(target.boxes))]
-        for buffer in buffers[name]:
-            prefer_huge_pages(buffer)
-    return buffers
+    for entry in job.entries:
+        stored.check_backed(entry)
+    buffers = {
+        name: [buffer_of(stored, name, target, i) for i in range(len(target.boxes))]
+        for name, target in job.targets.items()
+    }
+    slots = slots_of(job)
+    _fill(slots, buffers, verify)
+    return buffers, consumers_of(slots, buffers)
 
 
 def buffer_of(stored: Reader, name: str, target: ArrayTarget, position: int) -> Array:
-    """Memory for a box of a target. Raises as `buffers_of`."""
+    """Memory for a box of a target. Raises as `prepare`."""
     try:
-        return target.buffer(position)
+        buffer = target.buffer(position)
+        prefer_huge_pages(buffer)
+        return buffer
     except MemoryError as error:
         raise OutOfMemory(
             f"{stored.location}: no memory for array {name!r}, "
@@ -341,7 +330,7 @@ def slots_of(job: Job) -> list[TargetBox]:
     return slots
 
 
-def fill(slots: Sequence[TargetBox], buffers: Mapping[str, Sequence[Array]], verify: bool) -> None:
+def _fill(slots: Sequence[TargetBox], buffers: Mapping[str, Sequence[Array]], verify: bool) -> None:
     """Fills in what needs no chunk."""
     for name, position, box, recipe in slots:
         buffer = buffers[name][position]
@@ -356,7 +345,7 @@ def fill(slots: Sequence[TargetBox], buffers: Mapping[str, Sequence[Array]], ver
 
 def read_box(stored: Reader, entry: ArrayEntry, box: Box, *, verify: bool) -> Array:
     """A box of a stored array as a new NumPy array."""
-    job = StoredJob(entry.name, NewTarget(entry, box), entry)
+    job = Job({entry.name: NewTarget(entry, box)}, entry=entry)
     array: Array = read_arrays(stored, [job], LoadOptions(verify=verify))[entry.name]
     return array
 
@@ -375,22 +364,21 @@ def read_made(
     return array
 
 
-class _Kind(NamedTuple):
-    """What arrays of one shape and dtype have in common."""
+def _whole_arrays(jobs: Sequence[Job]) -> tuple[list[_WholeArray], list[Job]]:
+    """The arrays that are read whole and are one chunk; and the other jobs.
 
-    dtype: DType
-    boxes: tuple[Box, ...]
-
-
-def _whole_jobs(jobs: Sequence[Job]) -> tuple[list[StoredJob], list[Job]]:
-    """The jobs that read an array whole that is one chunk; and the others."""
-    whole: list[StoredJob] = []
+    A model may have 100,000 small ones. What it costs to read one is then not its bytes, but
+    Python's work for a chunk; so no more is made of it than a `Request`.
+    """
+    whole: list[_WholeArray] = []
     other_jobs: list[Job] = []
     for job in jobs:
-        if isinstance(job, StoredJob) and _is_one_chunk(job.entry):
-            target, kind = job.target, _kind(job.entry.shape, job.entry.dtype)
-            if target.dtype == kind.dtype and tuple(target.boxes) == kind.boxes:
-                whole.append(job)
+        entry = job.entry
+        if entry is not None and len(job.targets) == 1 and _is_one_chunk(entry):
+            ((name, target),) = job.targets.items()
+            if (target.dtype, tuple(target.boxes)) == _kind(entry.shape, entry.dtype):
+                nbytes = nbytes_of(entry.shape, entry.dtype)
+                whole.append(_WholeArray(job, name, target, entry, nbytes))
                 continue
         other_jobs.append(job)
     whole.sort(key=attrgetter("entry.name"))  # as in the database: neighbours are in one file
@@ -398,20 +386,16 @@ def _whole_jobs(jobs: Sequence[Job]) -> tuple[list[StoredJob], list[Job]]:
 
 
 @lru_cache(maxsize=4096)
-def _kind(shape: tuple[int, ...], dtype: str) -> _Kind:
-    return _Kind(dtypes.from_name(dtype), (Box.whole(shape),))
+def _kind(shape: tuple[int, ...], dtype: str) -> tuple[DType, tuple[Box, ...]]:
+    """The dtype of arrays of one shape and dtype, and the box of all of one."""
+    return dtypes.from_name(dtype), (Box.whole(shape),)
 
 
 def _only_part(entry: ArrayEntry) -> Part:
     """The part of an array that is one chunk."""
-    box = _kind(entry.shape, entry.dtype).boxes[0]
+    _, (box,) = _kind(entry.shape, entry.dtype)
     return Part(entry.name, box, entry.chunk, (1,) * len(entry.shape), 1)
 
 
 def _is_one_chunk(entry: ArrayEntry) -> bool:
-    """Whether an array is stored as one chunk.
-
-    A model may have 100,000 small ones. What it costs to read one is then not its bytes, but
-    Python's work for a chunk; so no more is made of it than a `Request`.
-    """
     return entry.shape == entry.chunk and not entry.cut and entry.boxes is None

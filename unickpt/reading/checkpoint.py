@@ -11,7 +11,7 @@ import tensorstore as ts
 from unickpt.errors import CheckpointNotFound, CheckpointReplaced, HintError, out_of_memory
 from unickpt.format import ocdbt_reader
 from unickpt.format.reader import Reader
-from unickpt.quoting import counted, printable, quoted, size_text
+from unickpt.quoting import counted, first_few, printable, quoted, size_text
 from unickpt.storage import paths
 from unickpt.storage.local_files import files_kept_open
 from unickpt.storage.locations import Location
@@ -160,19 +160,19 @@ def _open_folder(
         own_reader = ocdbt_reader.open(location, context)
     except CheckpointNotFound as error:  # a database, which other systems use too
         no_checkpoint = error
-    if own_reader is not None and format is None and location.is_local:
-        for marker in filter(os.path.isfile, (f"{location.path}{m}" for m in _MARKERS)):
-            from unickpt.format import formats
-
-            formats.check_alone(own_reader, os.path.basename(marker))
+    markers = list[str]()
     if own_reader is not None and format in (None, own_reader.format):
-        if hints:
-            from unickpt.format import formats
-
-            formats.check_hints(own_reader, hints)
-        return own_reader
+        if format is None and location.is_local:
+            markers = [m for m in _MARKERS if os.path.isfile(f"{location.path}{m}")]
+        if not markers and not hints:
+            return own_reader
     from unickpt.format import formats
 
+    if own_reader is not None and format in (None, own_reader.format):
+        for marker in markers:
+            formats.check_alone(own_reader, marker)
+        formats.check_hints(own_reader, hints)
+        return own_reader
     reader = formats.open_foreign(location, hints)
     if reader is None and no_checkpoint is not None:
         raise no_checkpoint
@@ -345,9 +345,5 @@ class PlainValues(Mapping[str, tree_json.Plain]):
         return repr(dict(self))
 
 
-def _first_names(keys: Iterable[str]) -> str:
-    names = list(keys)
-    return (
-        ", ".join(printable(name, 120) for name in names[:5]) + (", ..." if len(names) > 5 else "")
-        or "none"
-    )
+def _first_names(names: Iterable[str]) -> str:
+    return first_few([printable(name, 120) for name in names], 5) or "none"

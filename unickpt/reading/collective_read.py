@@ -6,13 +6,13 @@ of the chunks that it has read (`shared_read`).
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import cached_property
 from itertools import accumulate
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from unickpt.arrays import dtypes
@@ -35,15 +35,17 @@ from unickpt.reading.shared_read import (
     Exchange,
     SharedChunk,
     SharedRead,
-    as_json,
+    Wants,
     schedule,
-    wants_from,
     wants_of,
 )
 
 _LOADING = "loading"
 _ALIGN = 16  # bytes, also of a message's header, whose first byte is the status
 _IN_FLIGHT = 4  # buffers in the budget: for two rounds, what is sent and what is received
+
+_Report = tuple[Wants, str, int]  # what a process needs, what it opened, and its budget
+_MESSAGE = msgspec.json.Decoder(tuple[tuple[str, str] | None, _Report | None])
 
 # A caller may recover from these with a new or older checkpoint or a copy; then all must.
 _SAME: Mapping[str, type[Exception]] = {
@@ -174,16 +176,14 @@ class _JobRead:
         work = SharedRead(stored, jobs, self._options, Filled(jobs, self.progress))
         opened = f"{stored.index.attempt} {stored.index.created} {stored.under}"
         self._has_reported = True
-        reports = self.gather_reports(
-            None, [as_json(wants_of(jobs)), opened, self._options.working_bytes]
-        )
+        reports = self.gather_reports(None, (wants_of(jobs), opened, self._options.working_bytes))
         if len({identity for _, identity, _ in reports}) > 1:
             raise CheckpointReplaced(
                 "the processes opened different checkpoints, because a save replaced the one at "
                 "this path, or different parts (`under`) of one; load again"
             )
-        wants = [wants_from(theirs) for theirs, _, _ in reports]
-        budget = max(1, min(int(working) for _, _, working in reports) // _IN_FLIGHT)
+        wants = [theirs for theirs, _, _ in reports]
+        budget = max(1, min(working for _, _, working in reports) // _IN_FLIGHT)
         rounds = schedule(stored.index.arrays.values(), wants, _moved_bytes, budget)
         work.read(rounds, self, done)
         return done
@@ -194,15 +194,18 @@ class _JobRead:
     def end(self, error: Exception | None) -> None:
         self.gather_reports(error)
 
-    def gather_reports(self, error: Exception | None, report: Any = None) -> list[Any]:
+    def gather_reports(
+        self, error: Exception | None, report: _Report | None = None
+    ) -> list[_Report]:
         """What every process reports; if any failed, raises the error of the first one.
 
         Called by all processes at the same point.
         """
-        failed = None if error is None else [type(error).__name__, str(error)]
-        own_report = json.dumps([failed, report]).encode()
+        text = str(error).encode(errors="backslashreplace").decode()  # paths may be any bytes
+        failed = None if error is None else (type(error).__name__, text)
+        own_report = msgspec.json.encode((failed, report))
         with _reaching():
-            every = [json.loads(message) for message in all_gather_bytes(self.group, own_report)]
+            every = list(map(_MESSAGE.decode, all_gather_bytes(self.group, own_report)))
         for process, (failure, _) in enumerate(every):
             if failure is None:
                 continue
@@ -212,7 +215,7 @@ class _JobRead:
             made = _SAME.get(kind, ProcessFailed)
             who = named(members_of(self.group), [process])
             raise made(f"{who} failed: {kind}: {text}") from error
-        return [theirs for _, theirs in every]
+        return [theirs for _, theirs in every if theirs is not None]
 
 
 @contextmanager

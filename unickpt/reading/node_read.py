@@ -16,11 +16,13 @@ alone. No process but those of the node takes part, so that it costs the same in
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 from collections.abc import Mapping, Sequence
 from contextlib import closing
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
 
 from unickpt._version import __version__
 from unickpt.arrays import dtypes
@@ -30,7 +32,7 @@ from unickpt.format.reader import Reader
 from unickpt.frameworks.process_group import launched_together
 from unickpt.reading.array_reader import Filled, Job, read_arrays
 from unickpt.reading.chunk_reader import ChunkReader
-from unickpt.reading.node_rendezvous import Rendezvous, RendezvousEnded, can_meet, rendezvous
+from unickpt.reading.node_rendezvous import Arrival, Rendezvous, RendezvousEnded, can_meet
 from unickpt.reading.options import LoadOptions
 from unickpt.reading.shared_read import (
     Exchange,
@@ -38,10 +40,8 @@ from unickpt.reading.shared_read import (
     SharedChunk,
     SharedRead,
     Wants,
-    as_json,
     schedule,
     wanted_chunks,
-    wants_from,
     wants_of,
 )
 from unickpt.threads import in_batches
@@ -63,66 +63,94 @@ _TIMEOUT_S = 60.0
 _ROUND_BYTES, _ROUND_BYTES_LOCAL = 128 << 20, 16 << 20
 _ALIGN = 64  # of chunks in shared memory, in bytes
 _ROUNDS_HELD = 3  # in shared memory at a time
+_REPORT = msgspec.json.Decoder(tuple[Wants, int])  # what a process needs, bytes of a round
 
 
 def read_on_node(
-    stored: Reader, jobs: Sequence[Job], options: LoadOptions, filled: Filled | None = None
+    stored: Reader, jobs: Sequence[Job], options: LoadOptions, filled: Filled
 ) -> dict[str, Any]:
     """As `read_arrays`, together with the other processes of this node where that reads less."""
-    done: dict[str, Any] = {}
-    filled = filled or Filled(jobs)
+    reading = _NodeRead(stored, options, filled)
     count = launched_together(options.group)
     shares = _is_slow(stored) or stored.location.is_local  # not the memory of this process
     if can_meet(count) and shares and stored.index.attempt:
         large = [job for job in jobs if _is_spread(stored, job)]
-        wants = wants_of(large)
-        mine = _bytes_of(large, wants)
+        mine = _bytes_of(large, wants_of(large))
         if _is_worth_sharing(stored, large, mine, count):
             try:
-                _read_large(stored, large, options, filled, mine, done)
+                reading.read(large, mine)
             except RendezvousEnded as error:
                 _log.info("%s: this process reads alone: %s", stored.location, error)
             except Exception as error:  # reading alone says better what it is, if it stays
                 _log.warning("%s: this process reads alone: %r", stored.location, error)
-    return done | read_arrays(stored, _left(jobs, done), options, filled=filled)
+    return reading.done | read_arrays(stored, reading.left(jobs), options, filled=filled)
 
 
-def _left(jobs: Sequence[Job], done: Mapping[str, Any]) -> Sequence[Job]:
-    return [job for job in jobs if not job.targets.keys() <= done.keys()] if done else jobs
+@dataclass
+class _NodeRead:
+    """Reads by a process and others of its node; see `read_arrays` for the arguments."""
 
+    stored: Reader
+    options: LoadOptions
+    filled: Filled
+    done: dict[str, Any] = field(default_factory=dict)
 
-def _read_large(
-    stored: Reader,
-    jobs: Sequence[Job],
-    options: LoadOptions,
-    filled: Filled,
-    mine: int,
-    done: dict[str, Any],
-) -> None:
-    """Reads alone until all have come, then together; adds what is complete to `done`.
+    def left(self, jobs: Sequence[Job]) -> Sequence[Job]:
+        """The jobs that are not done."""
+        return [job for job in jobs if not job.targets.keys() <= self.done.keys()]
 
-    Arguments:
-        mine: the bytes that this process would read alone.
+    def read(self, jobs: Sequence[Job], mine: int) -> None:
+        """Reads alone until all have come, then together; adds what is complete to `done`.
 
-    Raises:
-        RendezvousEnded: the processes cannot meet, or are not together any more.
-    """
-    index = stored.index
-    purpose = f"{__version__} {index.attempt} {index.created} {options.verify} {stored.under}"
-    patience_s = _PATIENCE_S if _is_slow(stored) else min(_PATIENCE_S, mine / _PATIENCE_BYTES)
-    most, timeout_s = _ALONE_BYTES, min(options.timeout_s, _TIMEOUT_S)
-    with (
-        rendezvous(purpose, launched_together(options.group), timeout_s) as arrival,
-        closing(ChunkReader(stored)) as alone,
-    ):
-        while left := _left(jobs, done):
-            met = arrival.wait(patience_s)
-            if met is not None:
-                _read_with(stored, left, options, filled, met, done)
-                return
-            batch = next(in_batches(left, None, most, _stored_bytes))
-            done |= read_arrays(stored, batch, options, alone, filled)
-            patience_s, most = 0.0, min(2 * most, _MOST_ALONE_BYTES)
+        Arguments:
+            jobs: what to read.
+            mine: the bytes that this process would read alone.
+
+        Raises:
+            RendezvousEnded: the processes cannot meet, or are not together any more.
+        """
+        stored, options, index = self.stored, self.options, self.stored.index
+        purpose = f"{__version__} {index.attempt} {index.created} {options.verify} {stored.under}"
+        patience_s = _PATIENCE_S if _is_slow(stored) else min(_PATIENCE_S, mine / _PATIENCE_BYTES)
+        most, timeout_s = _ALONE_BYTES, min(options.timeout_s, _TIMEOUT_S)
+        with (
+            Arrival(purpose, launched_together(options.group), timeout_s) as arrival,
+            closing(ChunkReader(stored)) as alone,
+        ):
+            while left := self.left(jobs):
+                met = arrival.wait(patience_s)
+                if met is not None:
+                    self._read_with(met, left)
+                    return
+                batch = next(in_batches(left, None, most, _stored_bytes))
+                self.done |= read_arrays(stored, batch, options, alone, self.filled)
+                patience_s, most = 0.0, min(2 * most, _MOST_ALONE_BYTES)
+
+    def _read_with(self, met: Rendezvous, jobs: Sequence[Job]) -> None:
+        """Reads together.
+
+        Raises:
+            RendezvousEnded: the processes are not together any more, or little would be gained.
+        """
+        stored, options = self.stored, self.options
+        most = _ROUND_BYTES if _is_slow(stored) else _ROUND_BYTES_LOCAL
+        most = max(_ALIGN, min(most, options.working_bytes // _ROUNDS_HELD))
+        own_report = msgspec.json.encode((wants_of(jobs), most))
+        reports = list(map(_REPORT.decode, met.gather(own_report)))
+        wants = [theirs for theirs, _ in reports]
+        most = min(nbytes for _, nbytes in reports)
+        entries = [e for e in stored.index.arrays.values() if any(e.name in w for w in wants)]
+        rounds = schedule(entries, wants, _shared_bytes, most)
+        spared = [(len(c.wanted_boxes) - 1) * c.nbytes for chunks in rounds for c in chunks]
+        if sum(spared) < _LEAST_BYTES:
+            raise RendezvousEnded("they need different chunks")
+        # Whoever took another's chunk for the one that it needs would load other values.
+        facts = [[(*chunk.key, chunk.owner) for chunk in chunks] for chunks in rounds]
+        planned = hashlib.blake2b(msgspec.json.encode(facts), digest_size=16).digest()
+        if set(met.gather(planned)) != {planned}:
+            raise RendezvousEnded("they planned differently")
+        work = SharedRead(stored, jobs, options, self.filled)
+        work.read(rounds, SharedMemory(met, rounds), self.done)
 
 
 def _is_slow(stored: Reader) -> bool:
@@ -168,49 +196,13 @@ def _is_worth_sharing(stored: Reader, jobs: Sequence[Job], mine: int, count: int
 
 def _shared_bytes(chunk: SharedChunk) -> Mapping[int, int]:
     """Memory that a chunk takes of the process that reads it, if others need it."""
-    return {chunk.owner: _aligned(chunk)} if len(chunk.wanted_boxes) > 1 else {}
-
-
-def _aligned(chunk: SharedChunk) -> int:
-    return -(-chunk.nbytes // _ALIGN) * _ALIGN
-
-
-def _read_with(
-    stored: Reader,
-    jobs: Sequence[Job],
-    options: LoadOptions,
-    filled: Filled,
-    met: Rendezvous,
-    done: dict[str, Any],
-) -> None:
-    """Reads, and adds what is complete to `done`.
-
-    Raises:
-        RendezvousEnded: the processes are not together any more, or little would be gained.
-    """
-    most = _ROUND_BYTES if _is_slow(stored) else _ROUND_BYTES_LOCAL
-    most = max(_ALIGN, min(most, options.working_bytes // _ROUNDS_HELD))
-    own_report = json.dumps([as_json(wants_of(jobs)), most]).encode()
-    reports = [json.loads(message) for message in met.gather(own_report)]
-    wants = [wants_from(encoded) for encoded, _ in reports]
-    most = min(nbytes for _, nbytes in reports)
-    entries = [e for e in stored.index.arrays.values() if any(e.name in w for w in wants)]
-    rounds = schedule(entries, wants, _shared_bytes, most)
-    if (
-        sum((len(c.wanted_boxes) - 1) * c.nbytes for chunks in rounds for c in chunks)
-        < _LEAST_BYTES
-    ):
-        raise RendezvousEnded("they need different chunks")
-    # Whoever took another's chunk for the one that it needs would load other values.
-    facts = [[(*chunk.key, chunk.owner) for chunk in chunks] for chunks in rounds]
-    planned = hashlib.blake2b(json.dumps(facts).encode(), digest_size=16).digest()
-    if set(met.gather(planned)) != {planned}:
-        raise RendezvousEnded("they planned differently")
-    SharedRead(stored, jobs, options, filled).read(rounds, SharedMemory(met, rounds), done)
+    aligned = -(-chunk.nbytes // _ALIGN) * _ALIGN
+    return {chunk.owner: aligned} if len(chunk.wanted_boxes) > 1 else {}
 
 
 class SharedMemory:
-    """The `Transport` of a node: chunks lie in memory of who read them, which all processes see.
+    """The `Transport` of a node, and the `Exchange` of all its rounds: chunks lie in memory of who
+    read them, which all processes see.
 
     There is memory for three rounds: one is read, one is placed, and from the one before that
     others may still be taking what they need.
@@ -225,58 +217,38 @@ class SharedMemory:
 
     def __init__(self, met: Rendezvous, rounds: Rounds) -> None:
         self.index, self._met = met.index, met
-        self._offsets: dict[tuple[str, int], int] = {}
+        # Of each chunk that others need: which third of its owner's memory, and where in that.
+        self._places: dict[tuple[str, int], tuple[int, int]] = {}
         self._round_bytes = 0
-        for chunks in rounds:
+        for number, chunks in enumerate(rounds):
             ends = [0] * met.count
             for chunk in chunks:
                 for owner, nbytes in _shared_bytes(chunk).items():
-                    self._offsets[chunk.key] = ends[owner]
+                    self._places[chunk.key] = number % _ROUNDS_HELD, ends[owner]
                     ends[owner] += nbytes
             self._round_bytes = max(self._round_bytes, *ends)
         self._memory = met.share(_ROUNDS_HELD * self._round_bytes)
 
     def begin(self, number: int, chunks: Sequence[SharedChunk]) -> Exchange:
-        return _RoundInMemory(self, number % _ROUNDS_HELD * self._round_bytes)
+        return self
 
     def end(self, error: Exception | None) -> None:
         if error is not None:
             raise error
 
-    def gather(self) -> None:
-        """Waits for all."""
-        self._met.gather(b"")
-
-    def is_shared(self, chunk: SharedChunk) -> bool:
-        """Whether others need a chunk."""
-        return chunk.key in self._offsets
-
-    def view(self, chunk: SharedChunk, begin: int) -> Array:
-        """The memory of a shared chunk.
-
-        Arguments:
-            begin: where that of the round begins.
-        """
-        begin += self._offsets[chunk.key]
-        bits = self._memory[chunk.owner][begin : begin + chunk.nbytes]
-        return bits.view(dtypes.from_name(chunk.entry.dtype)).reshape(chunk.box.shape)
-
-
-class _RoundInMemory(NamedTuple):
-    """A round in shared memory, and where it begins."""
-
-    memory: SharedMemory
-    begin: int
-
     def to_fill(self, chunk: SharedChunk) -> Sequence[tuple[Box, Array]]:
         return self.received(chunk) if self.is_received(chunk) else ()
 
     def is_received(self, chunk: SharedChunk) -> bool:
-        return self.memory.is_shared(chunk)
+        return chunk.key in self._places
 
     def exchange(self, error: Exception | None) -> None:
-        self.memory.end(error)
-        self.memory.gather()
+        self.end(error)
+        self._met.gather(b"")  # waits for all
 
     def received(self, chunk: SharedChunk) -> Sequence[tuple[Box, Array]]:
-        return [(chunk.box, self.memory.view(chunk, self.begin))]
+        third, offset = self._places[chunk.key]
+        begin = third * self._round_bytes + offset
+        bits = self._memory[chunk.owner][begin : begin + chunk.nbytes]
+        data = bits.view(dtypes.from_name(chunk.entry.dtype)).reshape(chunk.box.shape)
+        return [(chunk.box, data)]

@@ -14,8 +14,8 @@ import socket
 import struct
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from mmap import ACCESS_READ, ACCESS_WRITE, mmap
 
 import numpy as np
@@ -95,9 +95,9 @@ def can_meet(count: int) -> bool:
     return 1 < count <= _MOST_PROCESSES and sys.platform == "linux"
 
 
-@contextmanager
-def rendezvous(purpose: str, count: int, timeout_s: float) -> Iterator[Arrival]:
-    """Meets other processes of this user on this node, which have the same purpose.
+class Arrival(ExitStack):
+    """A process that has come to meet others, until it leaves, and may do other things meanwhile:
+    those of this user on this node which have the same purpose.
 
     Which ones they are does not matter: as many as are missing are taken as they come.
 
@@ -106,23 +106,14 @@ def rendezvous(purpose: str, count: int, timeout_s: float) -> Iterator[Arrival]:
         count: how many there are.
         timeout_s: how long to wait for each other once they have met, each time.
     """
-    with ExitStack() as stack:
-        yield Arrival(purpose, count, timeout_s, stack)
 
-
-class Arrival:
-    """A process that has come to meet others, until it leaves, and may do other things meanwhile.
-
-    Arguments:
-        purpose, count, timeout_s: see `rendezvous`.
-        stack: closes what it opens.
-    """
-
-    def __init__(self, purpose: str, count: int, timeout_s: float, stack: ExitStack) -> None:
+    def __init__(self, purpose: str, count: int, timeout_s: float) -> None:
+        super().__init__()
         identity = f"{os.getuid()} {count} {purpose}".encode()
         self._name = b"\0unickpt-" + hashlib.blake2b(identity, digest_size=16).hexdigest().encode()
-        self._count, self._timeout_s, self._stack = count, timeout_s, stack
-        self._memory: int | None = None
+        self._count, self._timeout_s = count, timeout_s
+        self._memory = os.memfd_create("unickpt-load", os.MFD_CLOEXEC)
+        self.callback(os.close, self._memory)
         self._place: socket.socket | None = None  # of the first
         self._come: list[tuple[socket.socket, int]] = []  # to it: links, and their memory
         self._link: socket.socket | None = None  # to the first
@@ -141,12 +132,9 @@ class Arrival:
         """
         deadline = time.monotonic() + patience_s
         try:
-            if self._memory is None:
-                self._memory = os.memfd_create("unickpt-load", os.MFD_CLOEXEC)
-                self._stack.callback(os.close, self._memory)
             while True:
                 try:
-                    met = self._met(self._memory, deadline)
+                    met = self._met(deadline)
                     break
                 except (ConnectionError, BlockingIOError):
                     # It does not listen yet, had enough others, or left; this one may be the
@@ -164,9 +152,9 @@ class Arrival:
             link.settimeout(self._timeout_s)
         return met
 
-    def _met(self, memory: int, deadline: float) -> Rendezvous:
+    def _met(self, deadline: float) -> Rendezvous:
         if self._place is None and self._link is None:
-            place = self._stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+            place = self.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
             try:
                 place.bind(self._name)
                 place.listen(self._count)
@@ -175,17 +163,17 @@ class Arrival:
                 place.close()
                 if error.errno != errno.EADDRINUSE:
                     raise
-                self._link = self._connected(memory, deadline)
+                self._link = self._connected(deadline)
         if self._place is not None:
-            return self._await(self._place, memory, deadline)
+            return self._await(self._place, deadline)
         assert self._link is not None, "it is the first, or has come to it"
         return self._join(self._link, deadline)
 
-    def _await(self, place: socket.socket, memory: int, deadline: float) -> Rendezvous:
+    def _await(self, place: socket.socket, deadline: float) -> Rendezvous:
         """Waits for the others, as the first."""
         while len(self._come) < self._count - 1:
             place.settimeout(_left(deadline))
-            link = self._stack.enter_context(place.accept()[0])
+            link = self.enter_context(place.accept()[0])
             if not _is_own(link):
                 link.close()
                 if time.monotonic() > deadline:
@@ -197,14 +185,17 @@ class Arrival:
             except OSError:
                 received = []
             for file in received:
-                self._stack.callback(os.close, file)
+                self.callback(os.close, file)
             if len(received) == 1:
                 self._come.append((link, received[0]))
             else:
                 link.close()
             self._come = [peer for peer in self._come if not _has_left(peer[0])]
         place.close()  # a process that comes now is of the next load
-        links, files = [link for link, _ in self._come], [memory, *(file for _, file in self._come)]
+        links, files = (
+            [link for link, _ in self._come],
+            [self._memory, *(file for _, file in self._come)],
+        )
         for index, link in enumerate(links, 1):
             try:
                 socket.send_fds(link, [_START.pack(index, self._count)], files)
@@ -212,15 +203,15 @@ class Arrival:
                 raise RendezvousEnded(f"a process of this node left the others: {error}") from error
         return Rendezvous(0, links, files)
 
-    def _connected(self, memory: int, deadline: float) -> socket.socket:
+    def _connected(self, deadline: float) -> socket.socket:
         """Comes to the first."""
-        link = self._stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+        link = self.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
         try:
             link.settimeout(_left(deadline))
             link.connect(self._name)
             if not _is_own(link):
                 raise OSError("another user has taken the name")
-            socket.send_fds(link, [b"\0"], [memory])
+            socket.send_fds(link, [b"\0"], [self._memory])
         except OSError:
             link.close()
             raise
@@ -231,7 +222,7 @@ class Arrival:
         link.settimeout(_left(deadline))
         start, files, _, _ = socket.recv_fds(link, _START.size, self._count)
         for file in files:
-            self._stack.callback(os.close, file)
+            self.callback(os.close, file)
         if len(start) < _START.size or len(files) != self._count:
             raise ConnectionError("the rendezvous is full, or not all came")
         index, _ = _START.unpack(start)

@@ -35,13 +35,12 @@ def nothing_at(location: Location, open_reader: Callable[[Location], object]) ->
     said = f"no checkpoint at {location}"
     try:
         below = [listed for listed in checkpoints_below(location.url) if listed.name != "."]
+        names = sorted(location.names(paths.context()), key=natural)
+        if not below:
+            folders = other_folders(location.url)[-_SHOWN:]
+            below = [listed for listed in folders if _opens(listed, open_reader)]
         if below:
             return f"{said}: it contains checkpoints but is not one itself {_of(location, below)}"
-        names = sorted(location.names(paths.context()), key=natural)
-        folders = other_folders(location.url)[-_SHOWN:]
-        folders = [listed for listed in folders if _opens(listed, open_reader)]
-        if folders:
-            return f"{said}: it contains checkpoints but is not one itself {_of(location, folders)}"
         return f"{said}: {_above(location) if not names else _names_text(names)}"
     except CheckpointNotFound:  # there is no such folder
         return f"{said}: {_above(location)}"

@@ -89,12 +89,10 @@ class ChunkRead:
 
     def request(self, out: Array) -> Request:
         """This read, into memory of the box's shape."""
-        entry, part, number = self.entry, self.part, self.number
-        if self.box.size < part.chunk_box(number).size:
-            return Request(entry, part, number, out, None, self.box)
-        return Request(
-            entry, part, number, out, None if self.row is None else int(self.row["digest"])
-        )
+        is_part = self.box.size < self.part.chunk_box(self.number).size
+        digest = None if is_part or self.row is None else int(self.row["digest"])
+        box = self.box if is_part else None
+        return Request(self.entry, self.part, self.number, out, digest, box)
 
 
 def consumers_of(

@@ -18,14 +18,14 @@ from unickpt.format import chunk_grid
 from unickpt.format.chunk_grid import Part
 from unickpt.format.index import ArrayEntry
 from unickpt.format.reader import Reader
-from unickpt.reading.array_reader import Filled, Job, buffers_of, fill, slots_of
+from unickpt.reading.array_reader import Filled, Job, prepare, slots_of
 from unickpt.reading.chunk_reader import ChunkReader, Task
 from unickpt.reading.options import LoadOptions
-from unickpt.reading.read_plan import ChunkRead, Consumer, by_chunk, consumers_of
+from unickpt.reading.read_plan import ChunkRead, Consumer, by_chunk
 from unickpt.reading.recipes import Unchanged
 
-Wants = Mapping[str, Sequence[Box]]
-"""Boxes of stored arrays, by name."""
+Wants = dict[str, list[Box]]
+"""Boxes of stored arrays, by name; as JSON what processes tell each other."""
 
 
 def wants_of(jobs: Iterable[Job]) -> Wants:
@@ -38,18 +38,6 @@ def wants_of(jobs: Iterable[Job]) -> Wants:
                 boxes = () if needed is None else needed.boxes
                 wants.setdefault(source.entry.name, {}).update(dict.fromkeys(boxes))
     return {name: list(boxes) for name, boxes in wants.items() if boxes}
-
-
-def as_json(wants: Wants) -> dict[str, Any]:
-    """As lists of numbers."""
-    return {name: [[b.start, b.stop] for b in of_name] for name, of_name in wants.items()}
-
-
-def wants_from(encoded_wants: Mapping[str, Any]) -> Wants:
-    """From lists of numbers."""
-    return {
-        name: [Box(tuple(a), tuple(b)) for a, b in boxes] for name, boxes in encoded_wants.items()
-    }
 
 
 class SharedChunk(NamedTuple):
@@ -175,116 +163,9 @@ class _Round:
     tasks: set[Task] = field(default_factory=set)
 
 
-class SharedRead:
-    """One load by several processes.
-
-    A round's chunks are read while those of the round before are exchanged and placed. A process
-    that fails keeps taking part until the transport says so: no other process waits for it in vain.
-
-    Arguments:
-        stored: the checkpoint.
-        jobs: what this process reads; no two of them read the same stored array.
-        options: see `LoadOptions`.
-        filled: counts the bytes of destinations.
-    """
-
-    def __init__(
-        self, stored: Reader, jobs: Sequence[Job], options: LoadOptions, filled: Filled
-    ) -> None:
-        self._stored, self._verify = stored, options.verify
-        self._fillings = Fillings(stored, jobs, options.verify, filled)
-        self._error: Exception | None = None
-
-    def read(self, rounds: Rounds, transport: Transport, done: dict[str, Any]) -> None:
-        """Reads, and adds what is complete to `done`.
-
-        Raises:
-            Exception: as the transport does, if a process fails.
-        """
-        self._me = transport.index
-        for chunk in (chunk for chunks in rounds for chunk in chunks):
-            if self._me in chunk.wanted_boxes:
-                self._fillings.expect(chunk.entry.name)
-        self._reader = ChunkReader(self._stored)
-        try:
-            self._try(self._fillings.begin, done)
-            under_way: _Round | None = None
-            for number, chunks in enumerate(rounds):
-                begun = _Round(chunks, transport.begin(number, chunks))
-                self._try(self._begin, begun)
-                if under_way is not None:
-                    self._end(under_way, done)
-                under_way = begun
-            if under_way is not None:
-                self._end(under_way, done)
-            transport.end(self._error)
-        finally:
-            self._reader.close()
-
-    def _begin(self, begun: _Round) -> None:
-        """Begins to read this process's chunks of a round."""
-        for chunk in begun.chunks:
-            if chunk.owner == self._me:
-                consumers = [_copying(chunk, *memory) for memory in begun.exchange.to_fill(chunk)]
-                if not begun.exchange.is_received(chunk):
-                    consumers += self._fillings.consumers(*chunk.key)
-                pieces = [piece for consumer in consumers for piece in consumer.pieces(chunk.box)]
-                if pieces:
-                    begun.tasks.add(self._reader.submit(self._read_of(chunk, pieces)))
-
-    def _read_of(self, chunk: SharedChunk, pieces: Sequence[Any]) -> ChunkRead:
-        table = self._stored.digests_of(chunk.entry.name) if self._verify else None
-        row = None if table is None else table[chunk.row]
-        return ChunkRead(chunk.entry, chunk.part, chunk.number, chunk.box, row, pieces)
-
-    def _end(self, begun: _Round, done: dict[str, Any]) -> None:
-        for task in begun.tasks:
-            self._try(self._reader.wait, task)
-        begun.exchange.exchange(self._error)
-        self._try(self._place, begun, done)
-
-    def _place(self, begun: _Round, done: dict[str, Any]) -> None:
-        """Takes what this process needs of the chunks of a round."""
-
-        def place(part: tuple[Box, Array, Sequence[Consumer]]) -> None:
-            box, data, consumers = part
-            for consumer in consumers:
-                for piece in consumer.pieces(box):
-                    piece.place(data)
-
-        own_chunks = [chunk for chunk in begun.chunks if self._me in chunk.wanted_boxes]
-        self._reader.work(
-            place,
-            [
-                (box, data, self._fillings.consumers(*chunk.key))
-                for chunk in own_chunks
-                if begun.exchange.is_received(chunk)
-                for box, data in begun.exchange.received(chunk)
-            ],
-        )
-        for chunk in own_chunks:
-            self._fillings.placed(chunk.entry.name, done)
-
-    def _try(self, work: Callable[..., object], *arguments: Any) -> None:
-        """Calls `work`, and keeps the first error for the transport."""
-        if self._error is None:
-            try:
-                work(*arguments)
-            except Exception as error:
-                self._error = error
-
-
-def _copying(chunk: SharedChunk, box: Box, memory: Array) -> Consumer:
-    """What fills memory with a box of a chunk."""
-    source = Unchanged(chunk.entry)
-    needed = source.within(box)
-    assert needed is not None, "nobody needs an empty box"
-    return Consumer(needed, memory, source)
-
-
 @dataclass
 class _Filling:
-    """A job under way.
+    """A job under way, which is filled with chunks in any order.
 
     Arguments:
         job: the job.
@@ -301,65 +182,139 @@ class _Filling:
     consumers: dict[tuple[str, int], list[Consumer]] = field(default_factory=dict)
 
 
-class Fillings:
-    """Jobs that are filled with chunks in any order; memory is allocated with their first chunk.
+class SharedRead:
+    """One load by several processes.
+
+    A round's chunks are read while those of the round before are exchanged and placed. A process
+    that fails keeps taking part until the transport says so: no other process waits for it in vain.
 
     Arguments:
         stored: the checkpoint.
-        jobs: the jobs; no two of them read the same stored array.
-        verify: whether chunks that functions of rules read are checked.
+        jobs: what this process reads; no two of them read the same stored array.
+        options: see `LoadOptions`.
         filled: counts the bytes of destinations.
     """
 
-    def __init__(self, stored: Reader, jobs: Sequence[Job], verify: bool, filled: Filled) -> None:
-        self._stored, self._verify, self._filled = stored, verify, filled
-        self._all = [_Filling(job) for job in jobs]
-        self._by_entry = {entry.name: f for f in self._all for entry in f.job.entries}
+    def __init__(
+        self, stored: Reader, jobs: Sequence[Job], options: LoadOptions, filled: Filled
+    ) -> None:
+        self._stored, self._verify, self._filled = stored, options.verify, filled
+        self._fillings = [_Filling(job) for job in jobs]
+        self._by_entry = {entry.name: f for f in self._fillings for entry in f.job.entries}
+        self._error: Exception | None = None
 
-    def expect(self, name: str) -> None:
-        """One more chunk of a stored array is going to be placed."""
-        filling = self._by_entry[name]
-        filling.left += 1
-        filling.chunks += 1
+    def read(self, rounds: Rounds, transport: Transport, done: dict[str, Any]) -> None:
+        """Reads, and adds what is complete to `done`.
 
-    def begin(self, done: dict[str, Any]) -> None:
-        """Finishes the jobs that need no chunk."""
-        for filling in self._all:
-            if not filling.left:
-                self._finish(filling, done)
+        Raises:
+            Exception: as the transport does, if a process fails.
+        """
+        self._me, self._done = transport.index, done
+        for chunk in (chunk for chunks in rounds for chunk in chunks):
+            if self._me in chunk.wanted_boxes:
+                filling = self._by_entry[chunk.entry.name]
+                filling.left = filling.chunks = filling.chunks + 1
+        self._reader = ChunkReader(self._stored)
+        try:
+            for filling in self._fillings:
+                if not filling.chunks:
+                    self._try(self._finish, filling)
+            under_way: _Round | None = None
+            for number, chunks in enumerate(rounds):
+                begun = _Round(chunks, transport.begin(number, chunks))
+                self._try(self._begin, begun)
+                if under_way is not None:
+                    self._end(under_way)
+                under_way = begun
+            if under_way is not None:
+                self._end(under_way)
+            transport.end(self._error)
+        finally:
+            self._reader.close()
 
-    def consumers(self, name: str, row: int) -> Sequence[Consumer]:
-        """The buffers that need a chunk of a stored array."""
-        filling = self._by_entry[name]
+    def _begin(self, begun: _Round) -> None:
+        """Begins to read this process's chunks of a round."""
+        for chunk in begun.chunks:
+            if chunk.owner == self._me:
+                consumers = [_copying(chunk, *memory) for memory in begun.exchange.to_fill(chunk)]
+                if not begun.exchange.is_received(chunk):
+                    consumers += self._consumers(chunk)
+                pieces = [piece for consumer in consumers for piece in consumer.pieces(chunk.box)]
+                if pieces:
+                    begun.tasks.add(self._reader.submit(self._read_of(chunk, pieces)))
+
+    def _read_of(self, chunk: SharedChunk, pieces: Sequence[Any]) -> ChunkRead:
+        table = self._stored.digests_of(chunk.entry.name) if self._verify else None
+        row = None if table is None else table[chunk.row]
+        return ChunkRead(chunk.entry, chunk.part, chunk.number, chunk.box, row, pieces)
+
+    def _end(self, begun: _Round) -> None:
+        for task in begun.tasks:
+            self._try(self._reader.wait, task)
+        begun.exchange.exchange(self._error)
+        self._try(self._place, begun)
+
+    def _place(self, begun: _Round) -> None:
+        """Takes what this process needs of the chunks of a round."""
+
+        def place(part: tuple[Box, Array, Sequence[Consumer]]) -> None:
+            box, data, consumers = part
+            for consumer in consumers:
+                for piece in consumer.pieces(box):
+                    piece.place(data)
+
+        own_chunks = [chunk for chunk in begun.chunks if self._me in chunk.wanted_boxes]
+        self._reader.work(
+            place,
+            [
+                (box, data, self._consumers(chunk))
+                for chunk in own_chunks
+                if begun.exchange.is_received(chunk)
+                for box, data in begun.exchange.received(chunk)
+            ],
+        )
+        for chunk in own_chunks:
+            filling = self._by_entry[chunk.entry.name]
+            filling.left -= 1
+            if filling.left:
+                self._filled.part(filling.job, filling.chunks - filling.left, filling.chunks)
+            else:
+                self._finish(filling)
+
+    def _consumers(self, chunk: SharedChunk) -> Sequence[Consumer]:
+        """The buffers of this process that need a chunk."""
+        filling = self._by_entry[chunk.entry.name]
         self._open(filling)
-        return filling.consumers[name, row]
+        return filling.consumers[chunk.key]
 
-    def placed(self, name: str, done: dict[str, Any]) -> None:
-        """A chunk of a stored array was placed; finishes its job if that was the last one."""
-        filling = self._by_entry[name]
-        filling.left -= 1
-        if filling.left:
-            self._filled.part(filling.job, filling.chunks - filling.left, filling.chunks)
-        else:
-            self._finish(filling, done)
-
-    def _open(self, filling: _Filling) -> None:
-        """Allocates memory for the targets of a job, and fills in what needs no chunk."""
+    def _open(self, filling: _Filling) -> dict[str, list[Array]]:
+        """The memory of a job's targets; first allocates it, and fills in what needs no chunk."""
         if filling.buffers is None:
-            for entry in filling.job.entries:
-                self._stored.check_backed(entry)
-            filling.buffers = buffers_of(self._stored, filling.job)
-            slots = slots_of(filling.job)
-            fill(slots, filling.buffers, self._verify)
-            for name, (entry, consumers) in consumers_of(slots, filling.buffers).items():
+            filling.buffers, by_array = prepare(self._stored, filling.job, self._verify)
+            for name, (entry, consumers) in by_array.items():
                 for first, part in chunk_grid.numbered_parts(entry):
                     for number, which in by_chunk(part, consumers).items():
                         filling.consumers[name, first + number] = [consumers[w] for w in which]
+        return filling.buffers
 
-    def _finish(self, filling: _Filling, done: dict[str, Any]) -> None:
-        self._open(filling)
-        buffers, filling.buffers, filling.consumers = filling.buffers, {}, {}
-        assert buffers is not None, "it was opened"
-        for name, target in filling.job.targets.items():
-            done[name] = target.finish(buffers.pop(name))
+    def _finish(self, filling: _Filling) -> None:
+        buffers = self._open(filling)
+        filling.buffers, filling.consumers = {}, {}
+        filling.job.finish(buffers, self._done)
         self._filled.whole([filling.job], filling.job.nbytes)
+
+    def _try(self, work: Callable[..., object], *arguments: Any) -> None:
+        """Calls `work`, and keeps the first error for the transport."""
+        if self._error is None:
+            try:
+                work(*arguments)
+            except Exception as error:
+                self._error = error
+
+
+def _copying(chunk: SharedChunk, box: Box, memory: Array) -> Consumer:
+    """What fills memory with a box of a chunk."""
+    source = Unchanged(chunk.entry)
+    needed = source.within(box)
+    assert needed is not None, "nobody needs an empty box"
+    return Consumer(needed, memory, source)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -15,14 +15,18 @@ from unickpt.format import chunk_grid
 from unickpt.format.chunk_grid import Part
 from unickpt.format.digest_table import Table
 from unickpt.format.index import CONVERSION, OF_THE_WHOLE, RESERVED, ArrayEntry, Index
-from unickpt.format.reader import ParallelMap, Reader, Request
-from unickpt.format.timing import Timing
+from unickpt.format.reader import Reader, Request
 from unickpt.frameworks.sections import StoredValue
 from unickpt.quoting import counted, first_few, quoted
 from unickpt.trees import tree, tree_json
 
 T = TypeVar("T")
 _MOST_COMPARED = 200  # characters; longer names, which may be hostile, are not compared
+# What holds for a part as for the whole: attributes and methods of a reader.
+_OF_THE_WHOLE = (
+    *("lacks", "most_per_byte", "beside", "has_wide_checksums", "timing", "stored_bytes"),
+    *("check_unchanged", "check_structure", "check_rest"),
+)
 
 
 class Subtree(Reader):
@@ -43,9 +47,9 @@ class Subtree(Reader):
         self.under = under if under.endswith((".", "/")) else f"{under}/"
         self.whole: Reader = whole
         self.format, self.version, self.location = whole.format, whole.version, whole.location
-        self.lacks, self.most_per_byte, self.beside = whole.lacks, whole.most_per_byte, whole.beside
+        for attribute in _OF_THE_WHOLE:
+            setattr(self, attribute, getattr(whole, attribute))
         self.blocks = _inner(whole.blocks, self.under)
-        self.has_wide_checksums = whole.has_wide_checksums
         if not any(_is_in(name, self.under) for name in whole.index.names):
             raise LoadMismatch(_nothing(whole, under))
         try:
@@ -74,14 +78,8 @@ class Subtree(Reader):
     def digests_of(self, name: str) -> Table | None:
         return self.whole.digests_of(self._stored[name].name)
 
-    def timing(self) -> Timing | None:
-        return self.whole.timing()
-
     def check_backed(self, entry: ArrayEntry) -> None:
         self.whole.check_backed(self._stored[entry.name])
-
-    def stored_bytes(self) -> int | None:
-        return self.whole.stored_bytes()
 
     def per_process(
         self, name: str, processes: Sequence[int] | None = None
@@ -92,17 +90,8 @@ class Subtree(Reader):
     def damaged(self, reason: str) -> Exception:
         return self.whole.damaged(f"under {self.under!r}, {reason}")
 
-    def check_unchanged(self) -> None:
-        self.whole.check_unchanged()
-
-    def check_structure(self, run: ParallelMap) -> Iterator[tuple[str, str]]:
-        return self.whole.check_structure(run)
-
     def checking(self) -> Reader:
         return Subtree(self.whole.checking(), self.under)
-
-    def check_rest(self, index: int = 0, count: int = 1) -> Iterator[tuple[str, str]]:
-        return self.whole.check_rest(index, count)
 
     def unchecked(self) -> Sequence[str]:
         names = {entry.name: name for name, entry in self._stored.items()}
@@ -155,7 +144,8 @@ def _part_of(index: Index, under: str) -> tuple[Index, dict[str, ArrayEntry]]:
 
 
 def _structure(whole: Any, under: str, names: Iterable[str]) -> Any:
-    node = None if whole is None else _below(tree_json.from_json(whole), under)
+    root = None if whole is None else tree_json.from_json(whole)
+    node = tree.find(root, under[:-1]) if under.endswith("/") else None
     return tree_json.to_json(tree_json.from_names(names) if node is None else node)
 
 
@@ -174,19 +164,6 @@ def _metadata(metadata: Mapping[str, Any], under: str) -> Mapping[str, Any]:
         for key, x in conversion.items()
     }
     return {**metadata, RESERVED: {**library_metadata, CONVERSION: part}}
-
-
-def _below(node: tree.Node | tree.Leaf, under: str, name: str = "") -> tree.Node | tree.Leaf | None:
-    """The container or leaf of a name that ends with a slash; None if none has it."""
-    if f"{name}/" == under:
-        return node
-    if isinstance(node, tree.Leaf):
-        return None
-    names = tree.child_names(node.kind, node.keys, name)
-    for child, child_name in zip(node.children, names, strict=True):
-        if under.startswith(f"{child_name}/") or child_name == name:
-            return _below(child, under, child_name)
-    return None
 
 
 def _nothing(whole: Reader, under: str) -> str:

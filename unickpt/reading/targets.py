@@ -49,22 +49,16 @@ class NewTarget:
         return filled
 
 
-class NewMemory:
+class NewMemory(NewTarget):
     """The boxes of a target in new memory; becomes the buffers.
 
     Arguments:
         target: the target.
     """
 
-    identity: Hashable = None
-    span: tuple[int, int] | None = None
-
     def __init__(self, target: ArrayTarget) -> None:
         self.shape, self.dtype, self.boxes = target.shape, target.dtype, target.boxes
         self.abstract, self.processes, self.prng = target.abstract, target.processes, target.prng
-
-    def regions(self) -> Sequence[MemoryRegion]:
-        return ()
 
     def buffer(self, position: int) -> Array:
         return np.empty(self.boxes[position].shape, self.dtype)

@@ -6,6 +6,7 @@ import errno
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -13,7 +14,7 @@ from unickpt.errors import CheckpointCorrupt, StorageError, naming_memory
 from unickpt.format import chunk_grid
 from unickpt.format.reader import ChunkId, Reader, Request
 from unickpt.progress import Progress, ProgressFunction, nothing, reporting
-from unickpt.quoting import quoted
+from unickpt.quoting import first_few, quoted
 from unickpt.reading import checkpoint
 from unickpt.reading.chunk_reader import ChunkReader, Task
 from unickpt.reading.read_plan import ChunkRead
@@ -116,7 +117,9 @@ def verify(path: checkpoint.Source, *, progress: Progress = None) -> VerifyRepor
     )
     with naming_memory(f"verifying {url}"), reporting(progress, "verifying") as report_progress:
         return checkpoint.again(
-            lambda: verify_opened(url, lambda: checkpoint.opened(path).reader, report_progress)
+            lambda: verify_opened(
+                url, lambda: checkpoint.opened(path, once=True).reader, report_progress
+            )
         )
 
 
@@ -182,9 +185,8 @@ def _unverified(stored: Reader) -> str:
     if len(names) == count:
         which, read = f"the format {stored.format!r} stores no digests", "everything"
     else:
-        shown = ", ".join(quoted(name) for name in names[:_MOST_NAMES])
-        more = ", ..." if len(names) > _MOST_NAMES else ""
-        which, read = f"{len(names)} of {count} arrays have no checksum ({shown}{more})", "they"
+        shown = first_few([quoted(name) for name in names], _MOST_NAMES)
+        which, read = f"{len(names)} of {count} arrays have no checksum ({shown})", "they"
     return (
         f"{which}: {read} could be read, but bytes that changed since it was written would not be "
         "noticed"
@@ -204,17 +206,14 @@ class _Checker(ChunkReader):
 
     def _run(self, reads: list[ChunkRead]) -> list[Checked]:
         # A format that compares checksums of its own does so once, when all of one is read.
-        together = all(read.row is not None for read in reads)
-        try:
-            differ = set(self._stored.read(self._requests(reads))) if together else set[int]()
-        except (CheckpointCorrupt, StorageError):
-            together = False
-        if not together:
-            return [self._check(read) for read in reads]
-        return [
-            (read.nbytes, [_damage(read, _DIFFERS)] if index in differ else [])
-            for index, read in enumerate(reads)
-        ]
+        if all(read.row is not None for read in reads):
+            with suppress(CheckpointCorrupt, StorageError):  # then each is read by itself
+                differ = set(self._stored.read(self._requests(reads)))
+                return [
+                    (read.nbytes, [_damage(read, _DIFFERS)] if index in differ else [])
+                    for index, read in enumerate(reads)
+                ]
+        return [self._check(read) for read in reads]
 
     def _requests(self, reads: Sequence[ChunkRead]) -> list[Request]:
         return [

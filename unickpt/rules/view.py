@@ -20,12 +20,7 @@ from unickpt.frameworks.leaves import PerProcess
 from unickpt.frameworks.protocol import Adapter, StoredTree
 from unickpt.frameworks.sections import StoredValue
 from unickpt.loading.request import NUMBERS, LoadRequest, Policy, check_rules
-from unickpt.loading.views import (
-    StoredView,
-    number_entry,
-    number_recipe,
-    same_digests,
-)
+from unickpt.loading.views import StoredView, View, number_entry, number_recipe, same_digests
 from unickpt.reading.array_reader import read_box, read_made
 from unickpt.reading.options import LoadOptions
 from unickpt.reading.recipes import Recipe, Unchanged
@@ -39,7 +34,7 @@ from unickpt.trees.optimizer_settings import may_lack
 from unickpt.trees.renamed import renamed
 
 
-class RuledView:
+class RuledView(View):
     """A checkpoint through rules.
 
     Arguments:
@@ -48,8 +43,6 @@ class RuledView:
         plan: what they make of it.
         requested: what is requested, where that is known.
     """
-
-    renamed: Mapping[str, str] = {}
 
     def __init__(
         self,
@@ -61,7 +54,7 @@ class RuledView:
         self.checkpoint, self.rules, self.plan = checkpoint, rules, plan
         self.requested = requested or {}
         self._recipes: dict[str, Recipe] = {}
-        self.numbers: dict[str, tree_json.Plain] = {}
+        self.numbers = numbers = dict[str, tree_json.Plain]()
         arrays: dict[str, ArrayEntry] = {}
         plain: dict[str, tree_json.Plain] = {}
         self._sources: dict[str, str] = {}
@@ -81,14 +74,14 @@ class RuledView:
                 if entry is None:
                     plain[name] = value
                 else:
-                    arrays[name], self.numbers[name] = entry, value
+                    arrays[name], numbers[name] = entry, value
                     self._recipes[name] = number_recipe(value)
         self.index = replace(
             stored, tree=None, arrays=arrays, aliases=plan.aliases, values=plain, per_process=blobs
         )
         self.kept_names, self.misfits = frozenset(plan.kept_names), plan.misfits
         self.sources, self.unused = stored.names, plan.unused
-        self.dropped: Collection[str] = plan.dropped
+        self.dropped = plan.dropped
 
     @cached_property
     def provenance(self) -> Provenance:

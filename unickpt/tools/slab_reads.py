@@ -16,7 +16,7 @@ from unickpt.format.index import ArrayEntry
 from unickpt.format.reader import Reader
 from unickpt.frameworks.host_memory import HostBuffers
 from unickpt.frameworks.process_group import Group
-from unickpt.loading.views import View, jobs_of
+from unickpt.loading.views import View
 from unickpt.reading.array_reader import read_arrays
 from unickpt.reading.options import LoadOptions
 from unickpt.reading.targets import NewTarget
@@ -74,7 +74,7 @@ def read_boxes(
         name: {name: _BoxesTarget(boxes[indices[0]][0], [boxes[n][1] for n in indices], buffers)}
         for name, indices in numbers.items()
     }
-    results = read_arrays(view.checkpoint, jobs_of(view, targets), options)
+    results = read_arrays(view.checkpoint, view.jobs(targets), options)
     of_array = {name: iter(buffers) for name, buffers in results.items()}
     return [next(of_array[entry.name]) for entry, _ in boxes]
 

@@ -290,6 +290,11 @@ def child_names(kind: str, keys: tuple[Key, ...], name: str) -> list[str]:
     return [f"{prefix}{component(key, numbers)}" for key in keys]
 
 
+def named_children(node: Node, name: str) -> Iterator[tuple[str, Node | Leaf]]:
+    """The children of a container of this name, each with its name."""
+    return zip(child_names(node.kind, node.keys, name), node.children, strict=True)
+
+
 def _expand_builtin(obj: Any) -> Expansion | None:
     if isinstance(obj, dict):
         keys = tuple(obj)
@@ -373,6 +378,16 @@ def unwrapped(node: Node | Leaf | T) -> Node | Leaf | T:
     return node
 
 
+def find(node: Node | Leaf | None, name: str) -> Node | Leaf | None:
+    """What has a name in a structure, with objects around it; None if nothing has."""
+    path = ""
+    while isinstance(node, Node) and path != name:
+        both = named_children(node, path)
+        inside = ((n, c) for n, c in both if name == n or name.startswith(f"{n}/") or n == path)
+        path, node = next(inside, ("", None))
+    return node if path == name else None
+
+
 def by_key(node: Node | Leaf) -> dict[Any, Node | Leaf]:
     """The children of a container, without objects around it, by their keys; none of a leaf."""
     inner = unwrapped(node)
@@ -433,20 +448,19 @@ def checks(node: Node | Leaf) -> Iterator[tuple[Node, Check]]:
                 yield from checks(child)
 
 
-def empty_containers(node: Node | Leaf, name: str = "") -> Iterator[str]:
-    """The names of all containers without children.
+def containers(node: Node | Leaf, name: str = "") -> Iterator[tuple[str, Node]]:
+    """All containers with their names, the outer ones first.
 
     Example:
         >>> from unickpt.trees.tree_json import from_json
-        >>> list(empty_containers(from_json({"dict": [["a", {"list": []}], ["b", "*"]]})))
-        ['a']
+        >>> node = from_json({"dict": [["a", {"list": []}], ["b", "*"]]})
+        >>> [(name, container.kind) for name, container in containers(node)]
+        [('', 'dict'), ('a', 'list')]
     """
     if isinstance(node, Node):
-        if not node.children:
-            yield name
-        names = child_names(node.kind, node.keys, name)
-        for child, child_name in zip(node.children, names, strict=True):
-            yield from empty_containers(child, child_name)
+        yield name, node
+        for child_name, child in named_children(node, name):
+            yield from containers(child, child_name)
 
 
 def keys_of(
