@@ -22,7 +22,7 @@ from unickpt.frameworks.leaves import (
 )
 from unickpt.frameworks.process_group import current_group, launched_together, within
 from unickpt.frameworks.protocol import Adapter, ArrayTarget, StoredTree
-from unickpt.loading.overlaps import Overlaps
+from unickpt.loading.overlaps import HALF_FILLED, Overlaps
 from unickpt.loading.report import LoadReport, untyped
 from unickpt.loading.request import (
     LeafSelection,
@@ -51,10 +51,6 @@ if TYPE_CHECKING:
     T = TypeVar("T", default=Any)  # without `like`
 
 _log = logging.getLogger("unickpt")
-_HALF = (
-    "unickpt: this happened after arrays of `like` had been filled, while its objects took what "
-    "was read: some hold what was loaded, and some what they held before"
-)
 
 
 class LoadArguments(TypedDict, total=False):
@@ -328,12 +324,12 @@ class _Loading(NamedTuple):
         jobs = view.jobs(by_array if overlaps is None else overlaps.separate(by_array))
         loaded_arrays = read(view.checkpoint, jobs)
         if overlaps is not None:
-            loaded_arrays = _filled(view, overlaps, loaded_arrays)
+            loaded_arrays = overlaps.finish(str(view.checkpoint.location), loaded_arrays)
         done |= {name: loaded_arrays[maker] for name, maker in same.items()}
         try:
             return tree.rebuild(request.node, done.__getitem__, request.left_out.keys())
         except Exception as error:
-            error.add_note(_HALF)
+            error.add_note(HALF_FILLED)
             raise
 
     def _read_values(self, view: View, leaves: Mapping[str, Any]) -> dict[str, Any]:
@@ -348,22 +344,6 @@ class _Loading(NamedTuple):
             elif name in index.values:
                 values[name] = tree_json.as_asked(index.values[name], value)
         return values
-
-
-def _filled(view: View, overlaps: Overlaps, arrays: Mapping[str, Any]) -> dict[str, Any]:
-    """The arrays that were read; fills those with shared memory now.
-
-    Raises:
-        LoadMismatch: other values are stored for each of two leaves that share memory.
-    """
-    rows = overlaps.differences(arrays)
-    if rows:
-        from unickpt.loading import mismatch
-
-        error = LoadMismatch(mismatch.message(str(view.checkpoint.location), rows))
-        error.add_note(_HALF)
-        raise error
-    return {**arrays, **overlaps.finish(arrays)}
 
 
 def _by_array(

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from unickpt.arrays.dtypes import Array
+from unickpt.errors import LoadMismatch
 from unickpt.frameworks.protocol import ArrayTarget
 from unickpt.loading.report import Difference
 from unickpt.reading.targets import NewMemory
@@ -18,6 +19,11 @@ if TYPE_CHECKING:
     from unickpt.arrays.memory_region import MemoryRegion
 
 Buffers = Sequence[Array]
+
+HALF_FILLED = (
+    "unickpt: this happened after arrays of `like` had been filled, while its objects took what "
+    "was read: some hold what was loaded, and some what they held before"
+)
 
 TargetsByArray = Mapping[str, Mapping[str, ArrayTarget]]
 
@@ -44,21 +50,32 @@ class Overlaps:
             for array, named in by_array.items()
         }
 
-    def differences(self, loaded: Mapping[str, Any]) -> list[Difference]:
-        """The pairs that share memory for which different values are stored.
+    def finish(self, where: str, loaded: Mapping[str, Any]) -> dict[str, Any]:
+        """Fills the memory of `like`.
 
         Arguments:
-            loaded: the buffers of each, by its name.
+            where: the checkpoint, for messages.
+            loaded: all that was loaded, by name; of each of these targets its buffers.
+
+        Returns:
+            All that was loaded, with the leaves of these targets.
+
+        Raises:
+            LoadMismatch: different values are stored for two leaves that share memory.
         """
-        return [
+        rows = [
             Difference(other, "overlap", "values of its own", f"memory of {name}")
             for name, other in self._pairs
             if not _agree(self._regions(name, loaded), self._regions(other, loaded))
         ]
+        if rows:
+            from unickpt.loading import mismatch
 
-    def finish(self, loaded: Mapping[str, Any]) -> dict[str, Any]:
-        """Fills the memory of `like`; returns its leaves. Arguments as for `differences`."""
-        return {name: _filled(self._originals[name], loaded[name]) for name in self._originals}
+            error = LoadMismatch(mismatch.message(where, rows))
+            error.add_note(HALF_FILLED)
+            raise error
+        filled = {name: _filled(target, loaded[name]) for name, target in self._originals.items()}
+        return {**loaded, **filled}
 
     def _regions(self, name: str, loaded: Mapping[str, Buffers]) -> list[_Part]:
         return list(zip(self._originals[name].regions(), loaded[name], strict=True))

@@ -85,32 +85,26 @@ class View(Protocol):
         Arguments:
             targets_by_array: for arrays of the index, their targets by name.
         """
-        jobs: list[dict[str, Recipe]] = []
-        job_by_array: dict[str, int] = {}  # which job reads a stored array
-        for name, targets in targets_by_array.items():
-            recipe = self.recipe(name)
-            used = {source.entry.name for source in recipe.sources}
-            job = len(jobs)
-            if job_by_array.keys().isdisjoint(used):
-                jobs.append(dict.fromkeys(targets, recipe))
-            else:
-                job, *other_jobs = sorted(
-                    {job_by_array[entry] for entry in used if entry in job_by_array}
-                )
-                for other in other_jobs:
-                    jobs[job] |= jobs[other]
-                    jobs[other] = {}
-                    job_by_array.update(
-                        {entry: job for entry, number in job_by_array.items() if number == other}
-                    )
-                jobs[job] |= dict.fromkeys(targets, recipe)
-            job_by_array.update(dict.fromkeys(used, job))
-        all_targets = {
-            name: target
-            for targets in targets_by_array.values()
-            for name, target in targets.items()
-        }
-        return [Job({n: all_targets[n] for n in recipes}, recipes) for recipes in jobs if recipes]
+        recipes = {name: self.recipe(name) for name in targets_by_array}
+        above: dict[
+            str, str
+        ] = {}  # of stored arrays that are read together; itself, of one of them
+
+        def top(entry: str) -> str:
+            while (upper := above.setdefault(entry, entry)) != entry:
+                above[entry] = entry = above[upper]
+            return entry
+
+        for recipe in recipes.values():
+            for source in recipe.sources[1:]:
+                above[top(source.entry.name)] = top(recipe.sources[0].entry.name)
+        groups: dict[object, tuple[dict[str, ArrayTarget], dict[str, Recipe]]] = {}
+        for name, recipe in recipes.items():
+            group = top(recipe.sources[0].entry.name) if recipe.sources else (name,)
+            targets, target_recipes = groups.setdefault(group, ({}, {}))
+            targets |= targets_by_array[name]
+            target_recipes |= dict.fromkeys(targets_by_array[name], recipe)
+        return [Job(*group) for group in groups.values()]
 
 
 class StoredView(View):

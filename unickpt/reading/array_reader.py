@@ -6,7 +6,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import compress
+from itertools import chain, compress
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -19,7 +19,7 @@ from unickpt.format.index import ArrayEntry, nbytes_of
 from unickpt.format.reader import Reader, Request
 from unickpt.frameworks.host_memory import prefer_huge_pages
 from unickpt.frameworks.protocol import ArrayTarget
-from unickpt.reading.chunk_reader import TASK_BYTES, TASK_CHUNKS, ChunkReader, read_checked
+from unickpt.reading.chunk_reader import TASK_BYTES, TASK_CHUNKS, ChunkReader, mismatch
 from unickpt.reading.options import LoadOptions
 from unickpt.reading.read_plan import Consumer, Planner, TargetBox, consumers_of
 from unickpt.reading.recipes import Recipe, Unchanged
@@ -129,7 +129,8 @@ def read_arrays(
         if whole and not other_jobs and reader is None and (is_small or len(whole) == 1):
             batch = _ReadBatch(stored, whole, options.verify)
             with files_kept_open():
-                read_checked(stored, batch.requests)
+                for index in stored.read(batch.requests) if batch.requests else ():
+                    raise mismatch(stored, batch.requests[index])
             batch.finish(filled, done)
             whole, nbytes, other_jobs = [], 0, batch.other_jobs
         if whole or other_jobs:
@@ -206,6 +207,8 @@ class _ReadBatch:
         if rows is not None and verify:
             digests = rows["digest"].tolist()
         memory = [buffer_of(stored, array.name, array.target, 0) for array in arrays]
+        for buffer in memory if is_large else ():
+            prefer_huge_pages(buffer)
         plain = [buffer.flags.c_contiguous for buffer in memory]
         self._arrays = list(compress(arrays, plain))
         self.other_jobs = [
@@ -301,6 +304,8 @@ def prepare(stored: Reader, job: Job, verify: bool) -> tuple[dict[str, list[Arra
         name: [buffer_of(stored, name, target, i) for i in range(len(target.boxes))]
         for name, target in job.targets.items()
     }
+    for buffer in chain.from_iterable(buffers.values()):
+        prefer_huge_pages(buffer)
     slots = slots_of(job)
     _fill(slots, buffers, verify)
     return buffers, consumers_of(slots, buffers)
@@ -309,9 +314,7 @@ def prepare(stored: Reader, job: Job, verify: bool) -> tuple[dict[str, list[Arra
 def buffer_of(stored: Reader, name: str, target: ArrayTarget, position: int) -> Array:
     """Memory for a box of a target. Raises as `prepare`."""
     try:
-        buffer = target.buffer(position)
-        prefer_huge_pages(buffer)
-        return buffer
+        return target.buffer(position)
     except MemoryError as error:
         raise OutOfMemory(
             f"{stored.location}: no memory for array {name!r}, "

@@ -134,20 +134,11 @@ class ChunkReader:
             raise out_of_memory(where, error) from None
 
     def _read(self, requests: Sequence[Request]) -> None:
-        read_checked(self._stored, requests)
+        for index in self._stored.read(requests) if requests else ():
+            raise mismatch(self._stored, requests[index])
 
 
-def read_checked(stored: Reader, requests: Sequence[Request]) -> None:
-    """Reads chunks, and compares them with their digests.
-
-    Raises:
-        CheckpointCorrupt, CheckpointReplaced: one does not match.
-    """
-    for index in stored.read(requests) if requests else ():
-        raise _mismatch(stored, requests[index])
-
-
-def _mismatch(stored: Reader, request: Request) -> Exception:
+def mismatch(stored: Reader, request: Request) -> Exception:
     """The error for a chunk that does not match its digest."""
     entry, part, number = request.entry, request.part, request.number
     rows, before = stored.digests_of(entry.name), 0
