@@ -187,7 +187,7 @@ class PendingSave:
         """Where the checkpoint will be."""
         self._task, self._snapshot, self._previous = task, snapshot, previous
         self._callbacks, self._errors, self._events = callbacks, errors, task.events
-        self.known = task.known
+        self._known = task.known
         self._finished: Future[None] = Future()
         """Done when the save is over, and its `SaveOptions.metrics` was called."""
         self._report: SaveReport | None = None
@@ -279,12 +279,12 @@ class PendingSave:
 
     # --- on the thread of the caller -----------------------------------------------------------
 
-    def begin(self) -> None:
+    def _begin(self) -> None:
         """Starts the thread that waits for its turn to write."""
         threading.Thread(target=self._run, name=f"unickpt save {self.url}").start()
         unfinished.add(self)
 
-    def stage(self, waits: bool) -> None:
+    def _stage(self, waits: bool) -> None:
         """Stages what must be staged while the caller waits; starts the rest in the background."""
         timings, snapshot = self._task.timings, self._snapshot
         let_go = SaveEvent.RETURNED, SaveEvent.WRITABLE  # earlier it would slow the caller down
@@ -427,7 +427,7 @@ class SaveQueue:
             pending = self._begin(request)
             undo.pop_all()
             self._is_forgotten = False
-            pending.stage(request.waits)
+            pending._stage(request.waits)
         return pending
 
     def _begin(self, request: SaveRequest) -> PendingSave:
@@ -449,7 +449,7 @@ class SaveQueue:
             snapshot = Snapshot(task, described_tree, self._area, request.owners, waited_s)
             task.keep(snapshot.sources, snapshot.working_bytes)
             pending = PendingSave(task, snapshot, previous, request.callbacks, self.errors)
-            pending.begin()
+            pending._begin()
         self._pending = [*(p for p in self._pending if not p._finished.done()), pending]
         return pending
 
@@ -479,9 +479,9 @@ class SaveQueue:
             return None
         base = newest if requested is None else requested
         if base is not None and paths.resolve(base).url == last.url:
-            return last.known
+            return last._known
         # It will be the newest, if a save that is in flight may be one.
-        return last.known if requested is None and base is not None and not last.done() else None
+        return last._known if requested is None and base is not None and not last.done() else None
 
     @contextmanager
     def following(self) -> Iterator[None]:
