@@ -18,26 +18,15 @@ class LoadOptions(CommonOptions):
     """How to load.
 
     Arguments:
-        verify: whether to check each chunk that is read against its digest; and arrays of other
-            formats that are read whole against the checksums that these keep.
-        budget_bytes: bytes of host memory that the loads of all processes of a node may use
-            beyond the destination; each process gets an equal share (see `SaveOptions`). By
-            default 1 GiB for each process, or less where a quarter of the node's memory is less.
-        exchange: whether processes read together. By default, those of a node do so by themselves:
-            each chunk that several of them need of arrays that are distributed over processes is
-            read by one, and the others take their parts from its memory; from a disk, if they
-            would read everything at least three times. That never changes what a load does; who
-            loads alone reads alone. True: all processes of the job read together;
-            one reads each chunk, and sends the others their parts. Use it if the storage is slower
-            than the network and processes of several nodes need parts of the same chunks: replicas,
-            or shards along another axis than the saved ones. All processes must then call `load` in
-            the same way. False: every process reads alone.
-        timeout_s: with `exchange`, how long a process waits for the others, in seconds, each time
-            that they exchange data; a `ProcessGroup` waits as long as its own function does.
-        group: as in `SaveOptions`: who loads together. It counts for `exchange`, for `PerProcess`
-            leaves, and where `budget_bytes` is divided.
-        progress: as in `SaveOptions`, with the bytes that this process has loaded, on the thread
-            that loads. If the load starts again, it begins again.
+        verify: whether to check each chunk against its digest, and files of other formats against
+            their own checksums where they are read whole.
+        budget_bytes: bytes of host memory for all loads of a node together, beyond the destination;
+            by default 1 GiB for each process, or a quarter of the node's memory if that is less.
+        exchange: whether processes read together: None lets those of a node share chunks, True all
+            of the job, False none (docs/howto/load.md).
+        timeout_s: with `exchange=True`, seconds to wait for the other processes in each exchange.
+        group: the processes that load together, as in `SaveOptions`.
+        progress: as in `SaveOptions`, with the bytes loaded; it starts over if the load does.
 
     Raises:
         MissingPackage: `progress=True` without tqdm.

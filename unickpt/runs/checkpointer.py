@@ -58,44 +58,23 @@ class Checkpointer:
         keep_last: keep this many of the newest steps.
         keep: what else to keep, see `Retention`. A step is kept if any rule keeps it; without
             rules, all are. The newest step and the step that was just saved are never removed.
-        after: continue after this step and abandon later steps of earlier jobs: `steps`, `latest`
-            and `load` do not see them, and the first `save` removes them. A job that is restarted
-            with the same argument sees the steps that it saved itself; to go back to the same step
-            again, call `drop_later_steps`. Several processes must be able to agree (see
-            `ProcessGroup`).
+        after: continue after this step and abandon later steps of earlier jobs; the first `save`
+            removes them (docs/howto/steps.md).
         save_every: `should_save` returns true at steps that are multiples of this; or a
             `SaveEvery`, which also goes by time, and handles preemption.
-        local: a path on fast storage that all processes of the job share, such as "/dev/shm/<run>".
-            Checkpoints are committed there first, and copied to `root` in the background; the
-            newest stays there. A copy is read back and checked against its digests before it is
-            committed, so a step in `root` is complete or absent. If a job ends before it has copied
-            all steps, the next job copies them after its first save. With `reuse` or `experts`,
-            only what the steps in `root` lack is sent (docs/reuse.md). If the tiers have different
-            versions of a step, the one saved later is used; clocks do not matter. A step that a run
-            without `local` replaced or removed in `root` is not restored from `local`, and uncopied
-            steps do not count if such a run went on from an earlier step. If `root` has no step at
-            all, those in `local` count. Several processes must be able to agree (see
-            `ProcessGroup`).
-        roles: where a job has parts that save for themselves, such as an actor and a critic on
-            different ranks (`SaveOptions.group`), the roots of all of them, `root` included: a step
-            counts only once all have it, and rules keep and remove the same steps in each. See
-            docs/howto/processes.md. Several processes must be able to agree (see `ProcessGroup`).
-        reuse: chunks that are equal in the step that this process saved or loaded before are not
-            written again; see `SaveOptions.base`. True or "digest" recognises them by their
-            digests, "compare" by their bytes; with "patch", of chunks of which few elements changed
-            only these are written. `SaveReport.reused_bytes` says how much that was.
+        local: a path on fast storage that all processes share: steps are committed there first, and
+            copied to `root` in the background (docs/howto/steps.md).
+        roles: the roots of all parts of a job that save for themselves, `root` included; a step
+            counts only once all have it (docs/howto/processes.md).
+        reuse: do not write chunks again that the step before has: True or "digest", "compare" or
+            "patch" (docs/reuse.md).
         experts: save only some experts of a mixture of experts at a time, see `Experts`.
-        optimizers: torch optimizers. Their parameters and state on an accelerator (with
-            `SaveOptions(staging="lazy")` also on the host) are copied during forward and backward,
-            and their next `step`, fused or not, waits for the copy. So is what of them does not fit
-            into `SaveOptions.budget_bytes` on the host. Until then nothing else may change them. A
-            change that torch's version counters show is an error (`StateChanged`); changes through
-            `.data`, and of DTensors outside of `step`, are not detected on an accelerator. On the
-            host, every change of what does not fit is.
+        optimizers: torch optimizers whose parameters and state may be copied during forward and
+            backward: their next `step` waits for the copy; nothing else may change them before
+            (docs/howto/save.md).
         options: for all saves, see `SaveOptions`.
-        policies: fields of `Retention` and `SaveEvery` (`seconds` as `save_every_s`) in place of
-            these: `keep_every=100` is short for `keep=Retention(keep_every=100)`; `partial=`,
-            `choose=` and `plt_budget=` for `experts=Experts(...)`.
+        policies: fields of `Retention`, `SaveEvery` (`seconds` as `save_every_s`) or `Experts` in
+            place of these: `keep_every=100` is short for `keep=Retention(keep_every=100)`.
 
     Raises:
         ValueError: the arguments are invalid.
