@@ -101,8 +101,8 @@ class SaveOptions(CommonOptions):
         staging: how `save_async` keeps the state until it is written: "auto", "copy", "reference",
             "lazy" or "device" (docs/howto/save.md).
         fsync: whether to flush files and folders to disk before the save returns.
-        budget_bytes: bytes of host memory for all saves of a node together, beyond the state itself;
-            its processes get equal shares (docs/howto/save.md).
+        budget_bytes: bytes of host memory for all saves of a node together, beyond the state; its
+            processes get equal shares (docs/howto/save.md).
         chunk_bytes: target size in bytes of a chunk, the unit of writing, reading and checking.
         chunk_shape: chunk shape of arrays with this number of dimensions; fragments limit it.
         compression: None, "auto", "zstd", "gzip" or "blosc" (docs/compression.md).
@@ -123,8 +123,8 @@ class SaveOptions(CommonOptions):
         progress: True for a progress bar on process 0 (needs `unickpt[progress]`), or a function of
             the bytes saved so far and in total.
         features: further plug-ins (`unickpt.extend.SaveFeature`), such as a codec.
-        timing: whether the checkpoint stores how long each process took (`unickpt.open(path).timing`);
-            by default, if there are several.
+        timing: whether the checkpoint stores how long each process took, for
+            `unickpt.open(path).timing`; by default, if there are several.
 
     Raises:
         MissingPackage: `progress=True` without tqdm.
