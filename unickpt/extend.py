@@ -114,9 +114,7 @@ from unickpt.frameworks.leaves import (
     job_group,
 )
 from unickpt.frameworks.leaves import expand as expand_leaf
-from unickpt.frameworks.leaves import (
-    is_leaf as is_saved_as_leaf,
-)
+from unickpt.frameworks.leaves import is_leaf as is_saved_as_leaf
 from unickpt.frameworks.members import named as process_names
 from unickpt.frameworks.per_process import decode as decode_per_process
 from unickpt.frameworks.per_process import encode as encode_per_process
@@ -132,14 +130,7 @@ from unickpt.frameworks.process_group import alone as group_of_one
 from unickpt.frameworks.protocol import Adapter, ArraySource, Fragment
 from unickpt.frameworks.sections import EncodedValue
 from unickpt.frameworks.sections import Joined as JoinedParts
-from unickpt.loading.views import (
-    StoredView,
-    View,
-    leaf_text,
-    read_into,
-    stored_leaf,
-    structure_of,
-)
+from unickpt.loading.views import StoredView, View, leaf_text, read_into, stored_leaf, structure_of
 from unickpt.progress import Progress, reporting
 from unickpt.quoting import changed_repr, counted, printable, quoted, shortened, size_text
 from unickpt.quoting import first_few as first_few

@@ -12,16 +12,7 @@ from typer.core import TyperGroup
 
 import unickpt
 from unickpt import doors
-from unickpt.cli import (
-    clean,
-    convert,
-    diff,
-    inspect,
-    ls,
-    presets,
-    prune,
-    verify,
-)
+from unickpt.cli import clean, convert, diff, inspect, ls, presets, prune, verify
 from unickpt.errors import RuleWarning, UnickptError
 from unickpt.tools.terminal.output import drop_output, fail, warn
 

@@ -22,8 +22,7 @@ def command(
     root: Annotated[str, typer.Argument(help="A directory, or a URL: file, s3, gs or memory.")],
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Remove without asking.")] = False,
     unknown_age: Annotated[
-        bool,
-        typer.Option("--unknown-age", help="Also remove what has no known time of writing."),
+        bool, typer.Option("--unknown-age", help="Also remove what has no known time of writing.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:

@@ -147,8 +147,7 @@ def export(
         typer.Option("--untrained", help="universal: also write buffers and frozen parameters."),
     ] = False,
     layout: Annotated[
-        str | None,
-        typer.Option("--layout", help="orbax: tree, the default, or step."),
+        str | None, typer.Option("--layout", help="orbax: tree, the default, or step.")
     ] = None,
     overwrite: options.Overwrite = False,
     verify: options.Verify = True,

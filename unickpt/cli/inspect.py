@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
@@ -135,13 +136,13 @@ def _inspect_timing(checkpoint: Checkpoint, everything: bool, as_json: bool) -> 
         print_json({"url": checkpoint.url, "timing": facts})
         return
     out.print(Text(clean(checkpoint.reader.label), "bold"))
-    if timing is None:
-        why = "that is kept of saves of several processes, and with SaveOptions(timing=True)"
-        if checkpoint.reader.format != ocdbt_reader.FORMAT:
-            why = f"its format is {clean(_format(checkpoint))}"
-        out.print(f"It does not say how long its save took: {why}.")
+    if timing is not None:
+        timing_table.print_timing(out, timing, everything)
         return
-    timing_table.print_timing(out, timing, everything)
+    why = "that is kept of saves of several processes, and with SaveOptions(timing=True)"
+    if checkpoint.reader.format != ocdbt_reader.FORMAT:
+        why = f"its format is {clean(_format(checkpoint))}"
+    out.print(f"It does not say how long its save took: {why}.")
 
 
 def _format(checkpoint: Checkpoint) -> str:
@@ -159,13 +160,12 @@ def _compression(index: Index) -> str:
 
 def _by_dtype(checkpoint: Checkpoint) -> dict[str, tuple[int, int]]:
     """The number of arrays of each dtype and their bytes, the most bytes first."""
-    totals: dict[str, tuple[int, int]] = {}
+    counts, nbytes, blocks = Counter[str](), Counter[str](), checkpoint.reader.blocks
     for name, entry in checkpoint.index.arrays.items():
-        block = checkpoint.reader.blocks.get(name)
-        dtype = entry.dtype if block is None else block.name
-        count, nbytes = totals.get(dtype, (0, 0))
-        totals[dtype] = count + 1, nbytes + entry.nbytes
-    return dict(sorted(totals.items(), key=lambda item: -item[1][1]))
+        dtype = blocks[name].name if name in blocks else entry.dtype
+        counts[dtype] += 1
+        nbytes[dtype] += entry.nbytes
+    return {dtype: (counts[dtype], total) for dtype, total in nbytes.most_common()}
 
 
 def _elements(checkpoint: Checkpoint) -> int:
@@ -409,14 +409,16 @@ def _inspect_one(checkpoint: Checkpoint, name: str, everything: bool, as_json: b
         if as_json:
             print_json({"name": name, "per_process": sizes})
         else:
-            _print_per_process(out, name, sizes)
+            out.print(Text(clean(name) or "(the root)", "bold"))
+            rows = ((str(process), size_text(size)) for process, size in enumerate(sizes))
+            print_table(("process", "bytes"), rows, right=("process", "bytes"), out=out)
     elif as_json or name not in tree_table.container_names(index):
         fail(_unknown(checkpoint, name))
     else:
-        where = str(checkpoint.location)
-        blocks = checkpoint.reader.blocks
-        rows = tree_table.outline(index, where, below=name, unfolded=everything, blocks=blocks)
-        _print_rows(out, rows)
+        where, blocks = str(checkpoint.location), checkpoint.reader.blocks
+        _print_rows(
+            out, tree_table.outline(index, where, below=name, unfolded=everything, blocks=blocks)
+        )
 
 
 def _unknown(checkpoint: Checkpoint, name: str) -> str:
@@ -427,13 +429,6 @@ def _unknown(checkpoint: Checkpoint, name: str) -> str:
     close = difflib.get_close_matches(name, names[:20_000], n=3)
     hint = f"; did you mean {', '.join(map(repr, close))}?" if close else ""
     return f"{checkpoint.location}: nothing is named {name!r}{hint}"
-
-
-def _print_per_process(out: Console, name: str, sizes: Sequence[int]) -> None:
-    out.print(Text(clean(name) or "(the root)", "bold"))
-    columns = ("process", "bytes")
-    rows = ((str(process), size_text(size)) for process, size in enumerate(sizes))
-    print_table(columns, rows, right=columns, out=out)
 
 
 def _print_array(

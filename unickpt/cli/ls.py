@@ -122,10 +122,7 @@ def _level(above: Listed, pool: ThreadPoolExecutor) -> tuple[list[dict[str, Any]
 
 def _below(above: Listed, listed: Listed) -> Listed:
     """A folder with its name below the root."""
-    if above.name == ".":
-        return listed
-    inner = above.name if listed.name == "." else f"{above.name}/{listed.name}"
-    return Listed(inner, listed.path)
+    return Listed(os.path.normpath(f"{above.name}/{listed.name}"), listed.path)
 
 
 def _foreign_json(listed: Listed) -> list[dict[str, Any]]:
@@ -145,7 +142,7 @@ def _foreign_json(listed: Listed) -> list[dict[str, Any]]:
 
 def _listed_json(listed: Listed) -> dict[str, Any]:
     try:
-        return _facts(listed)
+        return _facts_of(listed, unickpt.open(listed.path))
     except UnickptError as error:
         return _unknown(listed, error)
 
@@ -153,10 +150,6 @@ def _listed_json(listed: Listed) -> dict[str, Any]:
 def _unknown(listed: Listed, error: UnickptError) -> dict[str, Any]:
     unknown = dict.fromkeys(("format", "created", "arrays", "bytes", "new_bytes", "processes"))
     return {"name": listed.name, "path": listed.path, **unknown, "error": str(error)}
-
-
-def _facts(listed: Listed) -> dict[str, Any]:
-    return _facts_of(listed, unickpt.open(listed.path))
 
 
 def _facts_of(listed: Listed, checkpoint: Checkpoint) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
@@ -77,7 +77,6 @@ class ChunkValues:
 
     def __init__(self, store: ChunkStore, borrowed: BorrowedChunks) -> None:
         self._own, self._borrowed = store, borrowed
-        self._is_slow = not store.location.is_local  # so that several reads at once pay
 
     def of(self, entry: ArrayEntry, part: Part, number: int) -> Sequence[Value]:
         """Where all values of a chunk are: that of a whole one, or its full chunk and patches.
@@ -259,16 +258,13 @@ class ChunkValues:
                 raise Damaged(f"no bytes stored of a patch{_base_note(value)}")
             if length > most:
                 raise Damaged(f"a patch of {length} bytes for a chunk of {most}")
-            values = value.store.values
-            response: Any = values.request(key) if self._is_slow else values.read(key, length)
-            requested.append((value, length, response))
+            requested.append((value, length, value.store.values.request(key)))
         additions = []
         for value, length, response in requested:
-            data = response.result().value if self._is_slow else response
-            if data is None or len(data) != length:
-                stored = "no" if data is None else len(data)
+            data = response.result().value
+            if len(data) != length:
                 raise Damaged(
-                    f"{stored} bytes stored of a patch, {length} expected{_base_note(value)}"
+                    f"{len(data)} bytes stored of a patch, {length} expected{_base_note(value)}"
                 )
             additions.append(bytes(data))
         return additions

@@ -268,16 +268,16 @@ def from_json(item: Any) -> Encoding:
         BadJSON: it is not allowed.
     """
     name, settings = map(item.get, _FIELDS) if isinstance(item, dict) else (None, None)
-    if not isinstance(name, str) or not isinstance(settings, dict) or item.keys() - {*_FIELDS}:
-        raise BadJSON(f"its codecs hold {quoted(item)}")
-    types = ZARR_CODECS.get(name)
-    for key, value in settings.items():
-        allowed = (types.get(key),) if types is not None else _PLAIN
-        if type(value) not in allowed:
-            raise BadJSON(f"its codecs hold {quoted(item)}")
-    if types is None and not name.startswith(CODEC_PREFIX):
-        raise BadJSON(f"its codecs hold {quoted(item)}")
-    return encoding_of(item)
+    if isinstance(name, str) and isinstance(settings, dict) and not item.keys() - {*_FIELDS}:
+        types = ZARR_CODECS.get(name)
+        if types is not None:
+            is_allowed = all(type(value) is types.get(key) for key, value in settings.items())
+        else:
+            is_plain = all(type(value) in _PLAIN for value in settings.values())
+            is_allowed = is_plain and name.startswith(CODEC_PREFIX)
+        if is_allowed:
+            return encoding_of(item)
+    raise BadJSON(f"its codecs hold {quoted(item)}")
 
 
 def as_codecs(encoding: Encoding) -> tuple[dict[str, Any], ...]:

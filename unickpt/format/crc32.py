@@ -7,6 +7,7 @@ import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
+from operator import attrgetter
 from threading import Lock
 
 _POLYNOMIAL = 0xEDB88320
@@ -53,26 +54,13 @@ class ChecksummedRanges:
             return []
         with self._lock:
             ranges = self._by_file[file]
-            first = bisect.bisect_right(ranges, begin, key=_end_of)
-            return ranges[first : bisect.bisect_left(ranges, end, first, key=_begin_of)]
+            first = bisect.bisect_right(ranges, begin, key=attrgetter("end"))
+            return ranges[first : bisect.bisect_left(ranges, end, first, key=attrgetter("begin"))]
 
     def __iter__(self) -> Iterator[Range]:
         with self._lock:
-            return iter(
-                [range_ for _, ranges in sorted(self._by_file.items()) for range_ in ranges]
-            )
-
-
-def _begin_of(range_: Range) -> int:
-    return range_.begin
-
-
-def _end_of(range_: Range) -> int:
-    return range_.end
-
-
-def _is_within(low: int, high: int, gap: tuple[int, int] = (0, 0)) -> bool:
-    return gap[0] < low and high < gap[1]
+            by_file = sorted(self._by_file.items())
+            return iter([range_ for _, ranges in by_file for range_ in ranges])
 
 
 class Parts:
@@ -103,7 +91,8 @@ class Parts:
         """The gaps within some bytes, which are none from now on; with each the beginning and the
         CRC-32 of what was read before it."""
         first = bisect.bisect_right(self.gaps, low, key=lambda gap: gap[1])
-        if len(self.gaps) >= _MOST_GAPS and _is_within(low, high, *self.gaps[first : first + 1]):
+        splits = any(a < low and high < b for a, b in self.gaps[first : first + 1])
+        if splits and len(self.gaps) >= _MOST_GAPS:
             return []  # read in too many parts: memory is worth more
         claimed, left, stop = [], list[tuple[int, int]](), first
         while stop < len(self.gaps) and self.gaps[stop][0] < high:

@@ -98,11 +98,7 @@ def whole(
 
 
 def of_boxes(
-    name: str,
-    shape: Sequence[int],
-    dtype: str,
-    boxes: Sequence[FileBox],
-    most: int | None = None,
+    name: str, shape: Sequence[int], dtype: str, boxes: Sequence[FileBox], most: int | None = None
 ) -> ArrayEntry:
     """The entry of an array that consists of several boxes, which must not overlap.
 
@@ -151,24 +147,17 @@ class RangeReader(Reader):
         for file_box in self._boxes.get(entry.name, {}).values():
             if not file_box.box.size:
                 continue
-            stored = 0
+            stored, where = 0, f"{self.location}: array {entry.name!r} {file_box.box}"
             if file_box.first + _span(file_box.box.shape, file_box.steps)[0] < 0:
-                raise CheckpointCorrupt(
-                    f"{self.location}: array {entry.name!r} {file_box.box} begins before what is "
-                    "stored of it"
-                )
+                raise CheckpointCorrupt(f"{where} begins before what is stored of it")
             for file, begin, end in file_box.ranges(itemsize):
                 stored += end - begin
                 if begin < 0 or not self._reaches(entry, file, end):
-                    raise CheckpointCorrupt(
-                        f"{self.location}: array {entry.name!r} {file_box.box} needs bytes {begin} "
-                        f"to {end} of {file}, which has fewer"
-                    )
+                    needs = f"needs bytes {begin} to {end} of {file}, which has fewer"
+                    raise CheckpointCorrupt(f"{where} {needs}")
             if file_box.box.size * itemsize > max(_SMALL, _MOST_REPEATED * stored):
-                raise CheckpointCorrupt(
-                    f"{self.location}: array {entry.name!r} {file_box.box} repeats the {stored} "
-                    f"bytes that are stored for it too often"
-                )
+                repeats = f"repeats the {stored} bytes that are stored for it too often"
+                raise CheckpointCorrupt(f"{where} {repeats}")
 
     def checking(self) -> Self:
         if isinstance(self._files, CheckedFiles):
@@ -194,7 +183,7 @@ class RangeReader(Reader):
         return any(bytes_of in self._files.summed.within(*where) for where in self._ranges(name))
 
     def _ranges(self, name: str) -> Iterator[ByteRange]:
-        itemsize = dtypes.from_name(self.index.arrays[name].dtype).itemsize
+        itemsize = self.index.arrays[name].itemsize
         for file_box in self._boxes[name].values():
             if file_box.box.size:
                 yield from file_box.ranges(itemsize)
@@ -215,12 +204,8 @@ class RangeReader(Reader):
             other_bytes = self._files.total({*self._files.here, *self._files.heads})
         if other_bytes is None and self.index.arrays.keys() - self._boxes.keys():
             return None
-        ranges = [
-            (file, begin, end)
-            for entry in self.index.arrays.values()
-            for file_box in self._boxes.get(entry.name, {}).values()
-            for file, begin, end in file_box.ranges(dtypes.from_name(entry.dtype).itemsize)
-        ]
+        names = self._boxes.keys() & self.index.arrays.keys()
+        ranges = (where for name in names for where in self._ranges(name))
         return (other_bytes or 0) + _joint_length(ranges)
 
     def _reaches(self, entry: ArrayEntry, file: str, end: int) -> bool:

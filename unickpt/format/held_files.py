@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -191,18 +192,12 @@ def _incomplete(
 ) -> set[str]:
     """The files that are missing or too short in the base's folder, whatever its B-tree says."""
     store = base.location.store(context)
-    ends = {
-        path: max(c.at.offset + c.at.length for c in file_chunks)
-        for path, file_chunks in chunks.items()
-    }
-    reads = {
-        path: store.read(paths[path], byte_range=slice(end - 1, end)) for path, end in ends.items()
-    }
-    lost = set[str]()
+    reads = {}
+    for path, file_chunks in chunks.items():
+        end = max(chunk.at.offset + chunk.at.length for chunk in file_chunks)
+        reads[path] = store.read(paths[path], byte_range=slice(end - 1, end))
+    lost = set(reads)
     for path, read in reads.items():
-        try:
-            if len(read.result().value) != 1:
-                lost.add(path)
-        except Failed:
-            lost.add(path)
+        with suppress(Failed):
+            lost -= {path} if len(read.result().value) == 1 else set()
     return lost

@@ -135,13 +135,13 @@ def make_writer(format: str, options: Mapping[str, Any]) -> Writer:
     if make is None:
         every = ", ".join([*names(), *doors.other_packages("writers")])
         raise ValueError(f"no format is called {quoted(format)}; there are {every}")
-    option_names = list(inspect.signature(make).parameters)
-    unknown = [option for option in options if option not in option_names]
-    if unknown:
-        takes = f"takes {', '.join(option_names)}" if option_names else "takes none"
-        raise TypeError(f"the format {format!r} has no option {quoted(unknown[0])}; it {takes}")
-    parameters = inspect.signature(make).parameters.values()
-    missing = [p.name for p in parameters if p.default is p.empty and p.name not in options]
-    if missing:
+    parameters = inspect.signature(make).parameters
+    if unknown := [option for option in options if option not in parameters]:
+        takes = ", ".join(parameters) or "none"
+        raise TypeError(
+            f"the format {format!r} has no option {quoted(unknown[0])}; it takes {takes}"
+        )
+    without = [p.name for p in parameters.values() if p.default is p.empty]
+    if missing := [name for name in without if name not in options]:
         raise TypeError(f"the format {format!r} needs the option {missing[0]!r}")
     return make(**options)

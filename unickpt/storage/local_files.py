@@ -413,7 +413,7 @@ def _has_no_hole(handle: int, start: int, end: int) -> bool:
 # What to do about errors of file systems that are not complete.
 _ADVICE = {
     errno.ESPIPE: "this file system writes a file only from its beginning to its end. Mount it "
-    "with a cache for writes (rclone: --vfs-cache-mode writes), or write to another one",
+    "with a cache for writes (rclone: --vfs-cache-mode writes), or write to another one"
 }
 
 

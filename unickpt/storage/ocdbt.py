@@ -36,10 +36,7 @@ MANIFESTS = "memory_key_value_store#manifests"
 
 
 def spec(
-    base: Mapping[str, Any],
-    *,
-    manifest: Mapping[str, Any] | None = None,
-    data: str | None = None,
+    base: Mapping[str, Any], *, manifest: Mapping[str, Any] | None = None, data: str | None = None
 ) -> dict[str, Any]:
     """The database in the folder that the key-value store `base` names.
 
@@ -242,10 +239,9 @@ class DatabaseReader:
     def request(self, key: str) -> Future[ts.KvStore.ReadResult] | ReadyResult:
         """Starts to read a value."""
         entry = self.tree.find(key)
-        if isinstance(entry, DataReference):
-            assert self._store is not None, "local files are read together"
+        if isinstance(entry, DataReference) and self._store is not None:
             return self._store.read(entry.path, byte_range=_range(entry))
-        return ReadyResult(entry)
+        return ReadyResult(self.tree.fetch(entry) if isinstance(entry, DataReference) else entry)
 
     def request_all(
         self, keys: Sequence[str]

@@ -53,10 +53,7 @@ class _BoxesTarget(NewTarget):
 
 
 def read_boxes(
-    view: View,
-    boxes: Sequence[tuple[ArrayEntry, Box]],
-    options: LoadOptions,
-    buffers: HostBuffers,
+    view: View, boxes: Sequence[tuple[ArrayEntry, Box]], options: LoadOptions, buffers: HostBuffers
 ) -> list[Buffered]:
     """Reads boxes of arrays, each stored chunk once.
 

@@ -43,9 +43,7 @@ def moments_among(names: Collection[str], shapes: Mapping[str, Shape]) -> list[s
 
 
 def _has_parameter(
-    parts: list[str],
-    shapes: Mapping[str, Shape],
-    ends: Mapping[tuple[str, Shape], Collection[str]],
+    parts: list[str], shapes: Mapping[str, Shape], ends: Mapping[tuple[str, Shape], Collection[str]]
 ) -> bool:
     """Whether an array that is called as a moment has a parameter, and what else moments have."""
     index = max(i for i, part in enumerate(parts) if part in _TWINS)

@@ -20,12 +20,7 @@ import google_crc32c
 import numpy as np
 
 from unickpt.quoting import quoted
-from unickpt.storage.btree.nodes import (
-    MANIFEST_MAGIC,
-    MOST_KEY_BYTES,
-    NODE_MAGIC,
-    DataReference,
-)
+from unickpt.storage.btree.nodes import MANIFEST_MAGIC, MOST_KEY_BYTES, NODE_MAGIC, DataReference
 from unickpt.storage.errors import Failed
 from unickpt.threads import in_batches
 
