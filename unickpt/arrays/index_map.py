@@ -64,22 +64,12 @@ def _pull_dim(dim: Dim, low: int, high: int, ranges: AxisRanges) -> Iterator[Axi
     row = math.prod(d.radix for d in lower_digits)
     if row == 0:
         return
-    begin, end = low // row, -(-high // row)
-    # Whole rows in the middle, and the partial first and last rows.
-    head = low - begin * row
-    tail = end * row - high
-    if end - begin == 1:
-        pieces = [(begin, end, head, row - tail)]
-    else:
-        pieces = []
-        if head:
-            pieces.append((begin, begin + 1, head, row))
-            begin += 1
-        if tail:
-            pieces.append((end - 1, end, 0, row - tail))
-            end -= 1
-        if begin < end:
-            pieces.append((begin, end, 0, row))
+    begin, end = -(-low // row), high // row  # of the whole rows
+    if begin > end:  # a part of one row
+        pieces = [(end, begin, low - end * row, high - end * row)]
+    else:  # of these, some may be empty
+        before = (begin - 1, begin, low - (begin - 1) * row, row)
+        pieces = [before, (end, end + 1, 0, high - end * row), (begin, end, 0, row)]
     for a, b, inner_low, inner_high in pieces:
         for narrowed in _pull_digit(first, a, b, ranges):
             yield from _pull_dim(lower_digits, inner_low, inner_high, narrowed)

@@ -93,11 +93,5 @@ def _print_report(report: DiffReport) -> None:
 def _cells(row: ArrayDifference) -> tuple[str, ...]:
     if row.unequal is None:
         return row.name, row.problem, row.first, row.second, "", ""
-    return (
-        row.name,
-        row.problem,
-        f"{row.unequal:,} elements",
-        row.second,
-        f"{row.max_abs:.3g}",
-        f"{row.max_rel:.3g}",
-    )
+    largest = (f"{row.max_abs:.3g}", f"{row.max_rel:.3g}")
+    return row.name, row.problem, f"{row.unequal:,} elements", row.second, *largest

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from unickpt.arrays.layout import Layout
 from unickpt.display import fragment_grid
@@ -58,7 +60,10 @@ class _Drawing:
         self.down, self.across = grid.down, grid.across
         self.texts = grid.labels
         self.height = max((len(text) for text in self.texts), default=1)
+        self.step = self.height + 1
         self.widths = self._column_widths()
+        self.lefts = list(accumulate((width + 1 for width in self.widths), initial=0))
+        self.canvas = [[" "] * (self.lefts[-1] + 1) for _ in range(self.step * len(self.rows) + 1)]
 
     def lines(self) -> list[str]:
         is_plane = self.down is not None
@@ -71,10 +76,12 @@ class _Drawing:
                 for column, width in zip(self.columns, self.widths, strict=True)
             ]
             out.append((" " * (margin + 1) + " ".join(titles)).rstrip())
-        canvas = self._canvas()
-        step = self.height + 1
-        for line_number, line in enumerate(canvas):
-            row, offset = divmod(line_number, step)
+        for r, c in itertools.product(range(len(self.rows) + 1), range(len(self.columns) + 1)):
+            self._draw_point(r, c)
+        for r, c in itertools.product(range(len(self.rows)), range(len(self.columns))):
+            self._write(r, c)
+        for line_number, line in enumerate(self.canvas):
+            row, offset = divmod(line_number, self.step)
             head = heads[row] if offset == 1 + (self.height - 1) // 2 else ""
             out.append((head.rjust(margin - 1) + " " if margin else "") + "".join(line))
         return out
@@ -91,20 +98,6 @@ class _Drawing:
             )
         return widths
 
-    def _canvas(self) -> list[list[str]]:
-        lefts = [0]
-        for width in self.widths:
-            lefts.append(lefts[-1] + width + 1)
-        step = self.height + 1
-        canvas = [[" "] * (lefts[-1] + 1) for _ in range(step * len(self.rows) + 1)]
-        for r in range(len(self.rows) + 1):
-            for c in range(len(self.columns) + 1):
-                self._draw_point(canvas, r, c, lefts, step)
-        for r in range(len(self.rows)):
-            for c in range(len(self.columns)):
-                self._write(canvas, r, c, lefts, step)
-        return canvas
-
     def _cell(self, r: int, c: int) -> tuple[int, ...]:
         """What distinguishes a cell from its neighbours: its owner, or its own position."""
         if not (0 <= r < len(self.rows) and 0 <= c < len(self.columns)):
@@ -112,25 +105,21 @@ class _Drawing:
         owner = self.owner[r][c]
         return (owner,) if owner is not None else (r, c)
 
-    def _draw_point(
-        self, canvas: list[list[str]], r: int, c: int, lefts: Sequence[int], step: int
-    ) -> None:
+    def _draw_point(self, r: int, c: int) -> None:
         """A corner with the walls to its right and below it."""
         nw, ne = self._cell(r - 1, c - 1), self._cell(r - 1, c)
         sw, se = self._cell(r, c - 1), self._cell(r, c)
         arms = 8 * (nw != ne) + 4 * (sw != se) + 2 * (nw != sw) + (ne != se)
-        y, x = r * step, lefts[c]
-        canvas[y][x] = _LINES[arms]
+        y, x = r * self.step, self.lefts[c]
+        self.canvas[y][x] = _LINES[arms]
         if ne != se:
-            for k in range(x + 1, lefts[c + 1]):
-                canvas[y][k] = "─"
+            for k in range(x + 1, self.lefts[c + 1]):
+                self.canvas[y][k] = "─"
         if sw != se:
-            for k in range(y + 1, y + step):
-                canvas[k][x] = "│"
+            for k in range(y + 1, y + self.step):
+                self.canvas[k][x] = "│"
 
-    def _write(
-        self, canvas: list[list[str]], r: int, c: int, lefts: Sequence[int], step: int
-    ) -> None:
+    def _write(self, r: int, c: int) -> None:
         """The label of a fragment, once, in its middle."""
         cell = self._cell(r, c)
         if cell in (self._cell(r - 1, c), self._cell(r, c - 1)):
@@ -141,7 +130,8 @@ class _Drawing:
         while self._cell(r, right + 1) == cell:
             right += 1
         text = self.texts[cell[0]] if len(cell) == 1 else [ELIDED]
-        top = (r * step + 1 + (bottom + 1) * step - len(text)) // 2
+        top = (r * self.step + 1 + (bottom + 1) * self.step - len(text)) // 2
+        left, end = self.lefts[c] + 1, self.lefts[right + 1]
         for k, line in enumerate(text):
-            x = lefts[c] + 1 + (lefts[right + 1] - lefts[c] - 1 - len(line)) // 2
-            canvas[top + k][x : x + len(line)] = line
+            x = left + (end - left - len(line)) // 2
+            self.canvas[top + k][x : x + len(line)] = line

@@ -314,6 +314,9 @@ def _experts(checkpoint: Checkpoint) -> list[Text]:
     return lines
 
 
+_OF_INDEX = ("created", "library", "attempt", "processes", "metadata", "features", "codecs")
+
+
 def _checkpoint_json(checkpoint: Checkpoint) -> dict[str, Any]:
     index = checkpoint.index
     layouts = [entry.layout for entry in index.arrays.values() if entry.layout is not None]
@@ -321,14 +324,8 @@ def _checkpoint_json(checkpoint: Checkpoint) -> dict[str, Any]:
     return {
         "url": checkpoint.url,
         "format": _format(checkpoint),
-        "created": index.created,
-        "library": index.library,
-        "attempt": index.attempt,
-        "processes": index.processes,
-        "metadata": index.metadata,
+        **{name: getattr(index, name) for name in _OF_INDEX},
         "beside": list(checkpoint.reader.beside),
-        "features": index.features,
-        "codecs": index.codecs,
         "meshes": [{"axes": m.axes, "shape": m.shape, "processes": m.processes} for m in meshes],
         "arrays": [
             {

@@ -60,19 +60,12 @@ class TableBlocks:
         Raises:
             Mismatch: a block does not match its digest.
         """
-        size = self._digests.rows
-        if isinstance(which, slice):
-            if which.start >= which.stop:
-                return np.zeros(0, DTYPE)
-            block_numbers = range(which.start // size, -(-which.stop // size))
-            pieces = self._blocks(block_numbers)
-            table = pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
-            first = block_numbers.start * size
-            return table[which.start - first : which.stop - first]
-        table = np.empty(len(which), DTYPE)
-        blocks, inverse = np.unique(which // size, return_inverse=True)
+        numbers = np.arange(which.start, which.stop) if isinstance(which, slice) else which
+        table, size = np.empty(len(numbers), DTYPE), self._digests.rows
+        blocks, inverse = np.unique(numbers // size, return_inverse=True)
         for block_index, rows in enumerate(self._blocks(blocks.tolist())):
-            table[inverse == block_index] = rows[which[inverse == block_index] % size]
+            is_there = inverse == block_index
+            table[is_there] = rows[numbers[is_there] % size]
         return table
 
     def _blocks(self, numbers: Sequence[int]) -> list[Table]:

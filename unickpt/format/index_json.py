@@ -141,6 +141,10 @@ class _IndexBody(msgspec.Struct):
     extra: dict[str, Any] = {}
 
 
+_OF_SAVE = ("library", "created", "attempt", "processes", "metadata", "tree")
+"""The members that an index and its JSON have alike."""
+
+
 class _SharedParts(NamedTuple):
     """What arrays refer to by number."""
 
@@ -157,12 +161,7 @@ def encode(index: Index) -> bytes:
     head = {
         "format": FORMAT,
         "features": _features(index),
-        "library": index.library,
-        "created": index.created,
-        "attempt": index.attempt,
-        "processes": index.processes,
-        "metadata": index.metadata,
-        "tree": index.tree,
+        **{name: getattr(index, name) for name in _OF_SAVE},
         "meshes": [{"axes": m.axes, "shape": m.shape, "processes": m.processes} for m in meshes],
         "layouts": [{"mesh": meshes[x.mesh], "dims": x.dims} for x in layouts],
     }
@@ -444,20 +443,12 @@ def _decode(body: dict[str, Any], stored: msgspec.Raw, partial: bool) -> Index:
     _check_names([*arrays, *members.aliases, *members.values, *per_process])
     _check_processes(processes, meshes, arrays, per_process, partial)
     index = Index(
-        tree=members.tree,
         arrays=arrays,
-        aliases=members.aliases,
         values={name: _value(name, stored) for name, stored in members.values.items()},
         per_process=per_process,
-        metadata=members.metadata,
-        processes=processes,
-        attempt=members.attempt,
-        created=members.created,
-        library=members.library,
-        chunks=members.chunks,
         digests_xxh3=members.digests,
         digest_blocks=_digest_blocks(members),
-        features=members.features,
+        **{name: getattr(members, name) for name in (*_OF_SAVE, "aliases", "chunks", "features")},
         **_borrowed(members),
         **_extra(members.extra),
     )

@@ -97,6 +97,7 @@ class WriteItem:
         )
 
 
+_PLACE = list(PLACE_DTYPE.names or ())
 Taken = DataReference | BaseEntry | bytes
 """Where a value is that a save refers to: in a file, below the folder of the process; in a
 checkpoint beside the new one. Or itself, if it is to be written again."""
@@ -129,6 +130,7 @@ class ValuePlaces:
         self.chunks, first = np.zeros(counts.sum(), CHUNK_DTYPE), np.cumsum(counts) - counts
         self.chunks["array"] = np.repeat(array, counts)
         self.chunks["chunk"] = np.repeat(position - first, counts) + np.arange(len(self.chunks))
+        self._places = self.chunks[_PLACE]  # a view
         self.others: list[ValuePlace] = []
         """Where the values are that are no chunks, in their order."""
         self._files = dict[str, int]()
@@ -162,9 +164,7 @@ class ValuePlaces:
         rows = np.fromiter(comparisons, np.int64, len(comparisons))
         digests = [comparison.digest for comparison in comparisons.values()]
         self.chunks["digest"][rows] = np.array(digests, np.uint64)
-        columns: Any = zip(*places, strict=True)
-        for name, column in zip(PLACE_DTYPE.names or (), columns, strict=True):
-            self.chunks[name][rows] = column
+        self._places[rows] = np.array(places, PLACE_DTYPE)
         if additions:
             self._add_additions(np.array(additions, ADDITION_DTYPE))
 
@@ -208,14 +208,12 @@ class ValuePlaces:
             self._nbytes += int(sizes.sum())
         places["offset"] = offsets
         row_numbers = np.array(rows, np.int64)
-        chunk_places = places[: len(row_numbers)]
-        for name in PLACE_DTYPE.names or ():
-            self.chunks[name][row_numbers[row_numbers >= 0]] = chunk_places[name][row_numbers >= 0]
-        if (row_numbers < 0).any():
-            additions = np.zeros(int((row_numbers < 0).sum()), ADDITION_DTYPE)
-            additions["row"], additions["link"] = -1 - row_numbers[row_numbers < 0], links
-            for name in PLACE_DTYPE.names or ():
-                additions[name] = chunk_places[name][row_numbers < 0]
+        chunk_places, is_chunk = places[: len(row_numbers)], row_numbers >= 0
+        self._places[row_numbers[is_chunk]] = chunk_places[is_chunk]
+        if not is_chunk.all():
+            additions = np.zeros(len(row_numbers) - int(is_chunk.sum()), ADDITION_DTYPE)
+            additions["row"], additions["link"] = -1 - row_numbers[~is_chunk], links
+            additions[_PLACE][:] = chunk_places[~is_chunk]
             self._add_additions(additions)
         if value_count:
             self.others = places[len(row_numbers) :].tolist()
