@@ -60,12 +60,14 @@ from unickpt.format.codecs import unregister as unregister_codec
 from unickpt.format.coverage import check_boxes
 from unickpt.format.crc32 import Range as ChecksummedRange
 from unickpt.format.crc32 import combined as combined_crc32
-from unickpt.format.elements import ByteRange, Elements, FileRange
 from unickpt.format.encoders import Column, EncodingPolicy, SaveEncoder, Settled
 from unickpt.format.file_ranges import (
     CHUNK_BYTES,
     ArrayTable,
+    ByteRange,
+    Elements,
     FileBox,
+    FileRange,
     RangeReader,
     TensorSource,
     row_major,

@@ -13,8 +13,7 @@ from support.foreign import count_reads
 
 from unickpt import Checkpoint, CheckpointCorrupt
 from unickpt.format import file_ranges
-from unickpt.format.elements import FileRange
-from unickpt.format.file_ranges import FileBox, RangeReader, of_boxes, whole
+from unickpt.format.file_ranges import FileBox, FileRange, RangeReader, of_boxes, whole
 from unickpt.format.files import Files
 from unickpt.format.index import Index
 from unickpt.storage.paths import resolve

@@ -13,7 +13,6 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-import unickpt
 from unickpt.arrays.layout import Layout, Mesh
 from unickpt.cli import fragment_map, timing_table
 from unickpt.cli.nonfinite import Nonfinite, count_nonfinite
@@ -24,9 +23,9 @@ from unickpt.format.codec import AUTO, common_codec
 from unickpt.format.codecs import as_codecs, codec_of
 from unickpt.format.index import ArrayEntry, Index
 from unickpt.quoting import counted, first_few, quoted, size_text
-from unickpt.reading.checkpoint import Checkpoint
+from unickpt.reading.checkpoint import Checkpoint, opened
 from unickpt.reading.stored_array import StoredArray
-from unickpt.tools.terminal.options import HintOption, Under, parsed_hints
+from unickpt.tools.terminal.options import HintOption, Under, source_of
 from unickpt.tools.terminal.output import AsJson, Where, clean, console, fail, print_json
 from unickpt.tools.terminal.tables import Cell, date_text, print_table, shape_text
 from unickpt.trees import tree, tree_json
@@ -114,9 +113,7 @@ def command(
     if nonfinite:
         count_nonfinite(path, hint, as_json, under)
         return
-    checkpoint = unickpt.open(path, hints=parsed_hints(hint))
-    if under:
-        checkpoint = checkpoint.under(under)
+    checkpoint = opened(source_of(path, hint, under))
     if timing:
         _inspect_timing(checkpoint, everything, as_json)
         return

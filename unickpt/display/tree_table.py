@@ -30,11 +30,11 @@ class TreeRowFacts:
     """
 
     kind: str
-    shape: tuple[int, ...] | None
     dtype: str
-    layout: str
-    fragments: int | None
-    nbytes: int
+    shape: tuple[int, ...] | None = None
+    layout: str = ""
+    fragments: int | None = None
+    nbytes: int = 0
     values: tuple[tree_json.Plain, ...] = ()
     targets: tuple[str, ...] = ()
 
@@ -204,32 +204,27 @@ def _facts(name: str, labels: _Labels) -> TreeRowFacts:
     if name in labels.blocks:
         block, entry = labels.blocks[name], index.arrays[name]
         count = fragment_count(entry)
-        return TreeRowFacts("array", block.shape, block.name, "-", count, entry.nbytes)
+        return TreeRowFacts("array", block.name, block.shape, "-", count, entry.nbytes)
     if name in index.arrays:
         entry = index.arrays[name]
-        layout = layout_text(entry.layout)
+        layout, count = layout_text(entry.layout), fragment_count(entry)
         if entry.layout is not None:
             layout += labels.meshes.get(entry.layout.mesh, "")
-        dtype = entry.stored_dtype
-        if entry.prng is not None:
-            dtype += " key"
-        return TreeRowFacts(
-            "array", entry.shape, dtype, layout, fragment_count(entry), entry.nbytes
-        )
+        dtype = entry.stored_dtype + (" key" if entry.prng is not None else "")
+        return TreeRowFacts("array", dtype, entry.shape, layout, count, entry.nbytes)
     if name in index.aliases:
-        return TreeRowFacts("tie", None, "", "", None, 0, targets=(index.aliases[name],))
+        return TreeRowFacts("tie", "", targets=(index.aliases[name],))
     if name in index.values:
-        value = index.values[name]
+        value, nbytes = index.values[name], 0
         dtype = "None" if value is None else type(value).__name__
         if isinstance(value, tree.Opaque):
             dtype = f"opaque {shorten(value.class_name, _VALUE_WIDTH)}"
-            return TreeRowFacts("value", None, dtype, "", None, len(value.pickle), values=(value,))
-        return TreeRowFacts("value", None, dtype, "", None, 0, values=(value,))
+            nbytes = len(value.pickle)
+        return TreeRowFacts("value", dtype, nbytes=nbytes, values=(value,))
     if name in index.per_process:
-        blobs = index.per_process[name].blobs
-        nbytes = sum(size for size, _ in blobs)
-        return TreeRowFacts("per process", None, "per process", "", len(blobs), nbytes)
-    return TreeRowFacts("value", None, "missing", "", None, 0)
+        sizes = [size for size, _ in index.per_process[name].blobs]
+        return TreeRowFacts("per process", "per process", fragments=len(sizes), nbytes=sum(sizes))
+    return TreeRowFacts("value", "missing")
 
 
 # --- folding ------------------------------------------------------------------------------------
@@ -250,11 +245,7 @@ def _as_line(item: OutlineItem) -> OutlineItem | None:
         return None
     kinds = dict.fromkeys("None" if v is None else type(v).__name__ for v in values)
     dtype = f"{len(values):,} values: {', '.join(kinds)}"
-    return replace(
-        item,
-        children=(),
-        facts=TreeRowFacts("value", None, dtype, "", None, 0, values=tuple(values)),
-    )
+    return replace(item, children=(), facts=TreeRowFacts("value", dtype, values=tuple(values)))
 
 
 def _fold(item: OutlineItem) -> OutlineItem:

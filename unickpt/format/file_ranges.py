@@ -9,7 +9,7 @@ import copy
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, NamedTuple, Protocol, Self
 
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
@@ -21,7 +21,6 @@ from unickpt.arrays.layout import Layout
 from unickpt.errors import CheckpointCorrupt
 from unickpt.format.chunk_grid import Part, free_chunk
 from unickpt.format.crc32 import Range
-from unickpt.format.elements import ByteRange, Elements
 from unickpt.format.files import CheckedFiles, Files
 from unickpt.format.index import ArrayEntry, Index
 from unickpt.format.reader import Reader, Request
@@ -42,6 +41,63 @@ _NEAR = 64 << 10
 # Strides can repeat elements. What an array takes in memory may exceed its bytes in the files by
 # this factor, or be this large.
 _MOST_REPEATED, _SMALL = 1000, 64 << 20
+
+
+class ByteRange(NamedTuple):
+    """Bytes of a file, from `begin` up to `end`."""
+
+    file: str
+    begin: int
+    end: int
+
+
+class Elements(Protocol):
+    """Elements of one dtype, numbered from 0."""
+
+    def read(self, files: Files, first: int, out: Array) -> None:
+        """Reads consecutive elements.
+
+        Arguments:
+            files: of the checkpoint.
+            first: the number of the first element.
+            out: one-dimensional and contiguous, of the array's dtype; receives them.
+
+        Raises:
+            Failed: the storage failed, or a file is too short.
+        """
+
+    def ranges(self, first: int, count: int, itemsize: int) -> Iterator[ByteRange]:
+        """Where consecutive elements are.
+
+        Arguments:
+            first: the number of the first element.
+            count: how many.
+            itemsize: of the array's dtype, in bytes.
+        """
+
+
+@dataclass(frozen=True)
+class FileRange:
+    """Elements that follow each other in a file.
+
+    Arguments:
+        file: below the checkpoint's location.
+        offset: of the element 0, in bytes.
+        big_endian: the byte order of the elements.
+    """
+
+    file: str
+    offset: int
+    big_endian: bool = False
+
+    def read(self, files: Files, first: int, out: Array) -> None:
+        files.read_into(self.file, self.offset + first * out.itemsize, out.view(np.uint8).data)
+        if self.big_endian and out.itemsize > 1:
+            out.byteswap(inplace=True)
+
+    def ranges(self, first: int, count: int, itemsize: int) -> Iterator[ByteRange]:
+        begin = self.offset + first * itemsize
+        yield ByteRange(self.file, begin, begin + count * itemsize)
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -14,6 +14,7 @@ from unickpt.format.crc32 import ChecksummedRanges, Parts
 from unickpt.storage import local_files, paths
 from unickpt.storage.errors import Damaged
 from unickpt.storage.kvstore import KvStore
+from unickpt.storage.local_files import RegularFiles
 from unickpt.storage.locations import Location, folders_with
 from unickpt.storage.ocdbt import MANIFEST
 
@@ -30,7 +31,7 @@ class Files:
     threads.
 
     Only regular files are opened, and only in the location: symbolic links are followed as
-    `local_files.FolderBoundary` says. The location itself may be a link.
+    `local_files.RegularFiles` says. The location itself may be a link.
 
     Arguments:
         location: the folder; or the file, if it is one.
@@ -43,13 +44,14 @@ class Files:
         above, _, name = location.path.rstrip("/").rpartition("/")
         self.single = name if is_file else None
         """The name of the file that the location is; None for a folder."""
-        self._above = f"{above}/"
+        self._local: RegularFiles | None = None
+        if location.is_local:  # the file that the user gave may be a link to anywhere
+            folder = f"{above}/" if is_file else location.path
+            self._local = RegularFiles(folder, self.single)
         self.heads: dict[str, bytes] = {}
         """What `head` has returned, by file."""
         self.summed = ChecksummedRanges()
         """The ranges of the files that have a checksum; the parser of a file adds them."""
-        self._inside = {self.single}
-        """The files that are known not to lie elsewhere: at first the one that the user gave."""
 
     @cached_property
     def _store(self) -> KvStore:
@@ -59,9 +61,7 @@ class Files:
 
     @property
     def _folder(self) -> str | None:
-        if not self.location.is_local:
-            return None
-        return self.location.path if self.single is None else self._above
+        return None if self._local is None else self._local.folder
 
     @cached_property
     def here(self) -> list[str]:
@@ -147,10 +147,7 @@ class Files:
             Damaged: it is missing, which its `errno` says, or no regular file.
             Failed: the storage failed.
         """
-        if self._folder is None:
-            return None
-        with self._opened(file) as handle:
-            return os.fstat(handle).st_size
+        return None if self._local is None else self._local.size(file)
 
     def total(self, names: Iterable[str]) -> int | None:
         """The bytes of files together, without what is no file; None if the storage does not tell.
@@ -219,15 +216,15 @@ class Files:
 
     def read_into(self, file: str, offset: int, out: memoryview) -> None:
         """Reads bytes of a file into memory. Raises as `read`."""
-        if self._folder is None:
+        if self._local is None:
             out[:] = self._fetch(file, slice(offset, offset + len(out)))
             return
-        with self._opened(file) as handle:
+        path = self._local.folder + file
+        with self._local.opened(file) as handle, local_files.system_calls("read", path):
             while out:
-                with local_files.system_calls("read", self._folder + file):
-                    count = os.preadv(handle, [out], offset)
+                count = os.preadv(handle, [out], offset)
                 if count == 0:
-                    raise Damaged(f"{self._folder + file} ends at byte {offset}")
+                    raise Damaged(f"{path} ends at byte {offset}")
                 offset, out = offset + count, out[count:]
 
     def _fetch(self, file: str, part: slice) -> bytes:
@@ -238,22 +235,6 @@ class Files:
         if part.stop is not None and len(data) != part.stop - part.start:
             raise Damaged(f"{self.location.url}{file} ends before byte {part.stop}")
         return data
-
-    @contextmanager
-    def _opened(self, file: str) -> Iterator[int]:
-        assert self._folder is not None, "only local files are opened"
-        path = self._folder + file
-        if file not in self._inside:
-            local_files.FolderBoundary(self._folder).check_inside(file)
-            self._inside.add(file)
-        handle = local_files.open_to_read(path)
-        try:
-            with local_files.system_calls("read", path):
-                facts = os.fstat(handle)
-            local_files.check_regular(facts, path)
-            yield handle
-        finally:
-            local_files.close_quietly(handle)
 
 
 class CheckedFiles(Files):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
 
 import xxhash
 
@@ -13,32 +12,23 @@ from unickpt.format.index import tree_of
 from unickpt.trees import tree_json
 
 _MOST_CHECKED = 64
+_lock = threading.Lock()
 
 
-class CheckedStructures:
+class CheckedStructures(dict[bytes, None]):
     """The structures that were read back last: their digests.
 
     A structure is what saves of one tree have in common. Of 5,000 arrays, to read it back takes
     as long as to encode it, and the tree five times as long.
     """
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._digests = OrderedDict[bytes, None]()
-
-    def has(self, digest: bytes) -> bool:
-        """Whether a structure was read back."""
-        with self._lock:
-            if digest in self._digests:
-                self._digests.move_to_end(digest)
-            return digest in self._digests
-
     def add(self, digest: bytes) -> None:
-        """Remembers a structure; forgets the least recently used one."""
-        with self._lock:
-            self._digests[digest] = None
-            if len(self._digests) > _MOST_CHECKED:
-                self._digests.popitem(last=False)
+        """Remembers a structure; forgets the one that was added or used longest ago."""
+        with _lock:
+            self.pop(digest, None)
+            self[digest] = None
+            if len(self) > _MOST_CHECKED:
+                del self[next(iter(self))]
 
 
 _checked = CheckedStructures()
@@ -58,13 +48,14 @@ def check_readable(data: bytes, where: str, checked: CheckedStructures = _checke
     try:
         parts = index_json.IndexParts.of(data)
         structure = _digest(parts.tree, parts.arrays)
-        if checked.has(structure):
+        if structure in checked:
             parts.check_others()
+            checked.add(structure)
             return
         index = index_json.decode(data, where)
         # Arrays with patches are described differently in each save, and have the same names.
         tree = _digest(parts.tree, tree_json.ENCODER.encode(list(index.names)))
-        if not checked.has(tree):
+        if tree not in checked:
             tree_of(index)
     except (CheckpointCorrupt, ValueError) as error:
         reason = str(error).removeprefix(f"{where}: ")

@@ -10,6 +10,7 @@ import os
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any, Generic, Self, TypeVar
 
 import tensorstore as ts
@@ -177,20 +178,10 @@ def _begin(operation: Callable[..., Any], *arguments: Any, **options: Any) -> Fu
 # --- fork ---------------------------------------------------------------------------------------
 
 
-class _TensorStoreUse:
-    """Whether this process has used TensorStore, and whether it is a fork of one that had.
-
-    If it is, TensorStore would abort the process, because its threads do not survive a fork.
-    Importing it and opening stores start no threads; the first operation does.
-    """
-
-    __slots__ = ("began", "is_over")
-
-    def __init__(self) -> None:
-        self.began = self.is_over = False
-
-
-_use = _TensorStoreUse()
+# Whether this process has used TensorStore, and whether it is a fork of one that had. If it is,
+# TensorStore would abort the process, because its threads do not survive a fork. Importing it and
+# opening stores start no threads; the first operation does.
+_use = SimpleNamespace(began=False, is_over=False)
 
 
 def _forked_process() -> ForkedProcess:

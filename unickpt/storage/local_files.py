@@ -24,18 +24,24 @@ from unickpt.storage.ocdbt import MANIFEST
 _HOLE_BYTES = 1 << 20
 
 
-class FolderBoundary:
-    """Whether files belong to a folder: no link on the way to one may lead out of it.
+class RegularFiles:
+    """The regular files of one folder; never blocks on other kinds of files.
+
+    An untrusted checkpoint may contain a FIFO, which blocks forever, or a link to a device or to a
+    file elsewhere on this machine, whose bytes must not get into arrays. So no link on the way to a
+    file may lead out of the folder.
 
     The folder itself may be a link or lie below one. In a cache of Hugging Face, files of
     `<repository>/snapshots/<revision>` are links to `<repository>/blobs`, which belongs to it.
 
     Arguments:
         folder: ends with `/`.
+        trusted: a file that may be a link to anywhere.
     """
 
-    def __init__(self, folder: str) -> None:
-        self.folder = folder
+    def __init__(self, folder: str, trusted: str | None = None) -> None:
+        self.folder, self._trusted = folder, trusted
+        self._known: dict[str, tuple[int, int]] = {}
         # Folders without a link on the way, as they were when checked: few folders hold many files.
         self._no_links: dict[str, tuple[int, int]] = {}
 
@@ -61,6 +67,8 @@ class FolderBoundary:
             is_possible = False
         if not is_possible:
             raise Damaged(f"no file can be called {quoted(path)}", errno.ENOENT)
+        if path == self._trusted:
+            return
         full_path = self.folder + path
         try:
             # Without a link on the way, the path cannot lead out of the folder.
@@ -92,21 +100,6 @@ class FolderBoundary:
             if identity is not None:
                 self._no_links[folder] = identity
         return name == ".." or os.path.islink(self.folder + path)
-
-
-class RegularFiles(FolderBoundary):
-    """The regular files of one folder; never blocks on other kinds of files.
-
-    An untrusted checkpoint may contain a FIFO, which blocks forever, or a link to a device or to a
-    file elsewhere on this machine, whose bytes must not get into arrays; see `FolderBoundary`.
-
-    Arguments:
-        folder: ends with `/`.
-    """
-
-    def __init__(self, folder: str) -> None:
-        super().__init__(folder)
-        self._known: dict[str, tuple[int, int]] = {}
 
     def check(self, path: str) -> None:
         """Checks that TensorStore may open a file.
@@ -159,7 +152,7 @@ class RegularFiles(FolderBoundary):
         try:
             facts = os.stat(full_path)
         except (FileNotFoundError, NotADirectoryError):
-            raise Damaged(f"no file {full_path}") from None
+            raise Damaged(f"no file {full_path}", errno.ENOENT) from None
         except OSError as error:
             raise failure(error) from error
         check_regular(facts, full_path)
@@ -393,13 +386,13 @@ def check_regular(facts: os.stat_result, path: str) -> None:
     """
     if not stat.S_ISREG(facts.st_mode):
         kinds = {
-            stat.S_IFIFO: "a FIFO",
-            stat.S_IFSOCK: "a socket",
-            stat.S_IFDIR: "a directory",
-            stat.S_IFCHR: "a device",
-            stat.S_IFBLK: "a device",
+            "p": "a FIFO",
+            "s": "a socket",
+            "d": "a directory",
+            "c": "a device",
+            "b": "a device",
         }
-        kind = kinds.get(stat.S_IFMT(facts.st_mode), "something else")
+        kind = kinds.get(stat.filemode(facts.st_mode)[0], "something else")
         raise Damaged(f"{path} is {kind}, not a file")
 
 

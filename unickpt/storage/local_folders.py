@@ -69,10 +69,9 @@ def make(path: str, *, durable: bool = False) -> None:
 
 def _make(path: str) -> None:
     for _ in range(_TIMES_PARENTS_MAY_VANISH):
-        try:
+        # A failed save beside this one may remove the empty parents again.
+        with suppress(FileNotFoundError):
             return os.makedirs(path, exist_ok=True)
-        except FileNotFoundError:  # a failed save beside this one removed the empty parents again
-            continue
     return os.makedirs(path, exist_ok=True)
 
 

@@ -243,16 +243,14 @@ def _known_schemes() -> str:
 
 def context(*, fsync: bool = True) -> ts.Context:
     """A TensorStore context for one save or one opened checkpoint; all its databases share it."""
-    constant, current = schemes.resources()
     resources = {
         "file_io_sync": fsync,
         "cache_pool": {"total_bytes_limit": 0},
         ocdbt.NODE_CACHE: {"total_bytes_limit": ocdbt.NODE_CACHE_BYTES},
         ocdbt.MANIFESTS: {},
-        **constant,
     }
-    for provide in current:
-        resources |= provide()
+    for provided in schemes.resources():
+        resources |= provided() if callable(provided) else provided
     return ts.Context(resources, parent=root_context())
 
 

@@ -27,6 +27,7 @@ from unickpt.errors import InvalidPath, PluginError
 from unickpt.storage import kvstore
 from unickpt.storage.locations import Location
 
+Resources = Mapping[str, Any] | Callable[[], Mapping[str, Any]]
 _registered: dict[str, Scheme] = {}
 _used = {"file"}  # the schemes of the locations of this process
 
@@ -47,7 +48,7 @@ class Scheme:
 
     name: str
     spec: Callable[[str], dict[str, Any]]
-    resources: Mapping[str, Any] | Callable[[], Mapping[str, Any]] = field(default_factory=dict)
+    resources: Resources = field(default_factory=dict)
     location: type[Location] = Location
     credentials: Callable[[], str] | None = None
 
@@ -82,13 +83,9 @@ def names() -> list[str]:
 
 
 @cache  # every save and every load asks
-def resources() -> tuple[Mapping[str, Any], Sequence[Callable[[], Mapping[str, Any]]]]:
-    """The resources of the schemes that this process uses: constant ones, and functions that
-    return those of a new context."""
-    all_resources = [scheme.resources for scheme in _used_schemes()]
-    fixed = [source for source in all_resources if not callable(source)]
-    constant = {name: resource for source in fixed for name, resource in source.items()}
-    return constant, [source for source in all_resources if callable(source)]
+def resources() -> Sequence[Resources]:
+    """The resources of the schemes that this process uses."""
+    return [scheme.resources for scheme in _used_schemes()]
 
 
 def _credentials() -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -24,7 +24,7 @@ from unickpt.errors import (
     UnsupportedFormat,
 )
 from unickpt.format import chunk_grid, index_json, ocdbt_reader
-from unickpt.format.borrowed_values import borrowed_values
+from unickpt.format.chunk_values import Value
 from unickpt.format.held_files import HeldFiles
 from unickpt.format.index import BORROWED_KEY, INDEX_KEY, BaseEntry, Index
 from unickpt.format.ocdbt_reader import OcdbtReader
@@ -282,7 +282,7 @@ class VersionCopy:
         folder.remove(context)  # of an interrupted copy
         database = Database(folder, context)
         store = database.store()
-        values, most = borrowed_values(reader), 256 << 20
+        values, most = _borrowed_values(reader), 256 << 20
         for batch in in_batches(values, _CHUNKS_AT_ONCE, most, lambda value: len(value[1])):
             transaction = ts.Transaction(atomic=True)
             adding = store.with_transaction(transaction)
@@ -318,6 +318,26 @@ def _borrowing(index: Index, lent: HeldFiles) -> tuple[Index, dict[str, bytes | 
         reused=lent.nbytes,
     )
     return index, {**changed, BORROWED_KEY: table}
+
+
+def _borrowed_values(reader: OcdbtReader) -> Iterator[tuple[str, bytes]]:
+    """The keys and the stored bytes of all values of a checkpoint that others beside it have.
+
+    Raises:
+        CheckpointCorrupt: one is missing.
+        StorageError: the storage failed.
+    """
+    values, lent = reader.chunk_values, reader.borrowed
+    for entry in reader.index.arrays.values() if reader.index.bases else ():
+        for part in chunk_grid.parts(entry):
+            for number in range(part.count):
+                for link, base in lent.links(entry, part, number).items():
+                    value, key_part = Value(lent.bases[base], part), part
+                    if link != chunk_grid.WHOLE_LINK:
+                        value = values.chain(entry, part, number)[link - chunk_grid.FULL_LINK]
+                        key_part = part.linked(link)
+                    data = values.read_value(entry, value, number)
+                    yield chunk_grid.chunk_key(key_part, number), data
 
 
 def copy_files(

@@ -219,10 +219,7 @@ def _compared(
                     rows.append(row)
             done += other.nbytes
             report_progress(done, total)
-    order = {
-        name: position
-        for position, name in enumerate(dict.fromkeys([*_shown(ours), *_shown(theirs)]))
-    }
+    order = {name: n for n, name in enumerate({**_shown(ours), **_shown(theirs)})}
     rows.sort(key=lambda row: order.get(row.name, -1))
     return tuple(rows), len(both), read
 

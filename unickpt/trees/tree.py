@@ -137,16 +137,12 @@ def join(prefix: str, part: str) -> str:
     return f"{prefix}/{part}" if prefix else part
 
 
-def _no_problem(name: str, value: Any) -> str | None:
-    return None
-
-
 def flatten(
     tree: Any,
     is_leaf: IsLeaf,
     expand: Expand,
     what: str = "the tree cannot be stored",
-    problem_of: Callable[[str, Any], str | None] = _no_problem,
+    problem_of: Callable[[str, Any], str | None] = lambda name, value: None,
 ) -> Node | Leaf:
     """Splits a tree into its structure and leaves.
 
@@ -583,12 +579,8 @@ class Skeleton:
 
     def is_of(self, kind: str, keys: tuple[Key, ...], type_name: str) -> bool:
         """Whether a container has this structure, but for its children."""
-        return (
-            kind == self.kind
-            and keys == self.keys
-            and type_name == self.type_name
-            and list(map(type, keys)) == list(map(type, self.keys))  # because 1 == True
-        )
+        is_equal = (kind, keys, type_name) == (self.kind, self.keys, self.type_name)
+        return is_equal and list(map(type, keys)) == list(map(type, self.keys))  # as 1 == True
 
 
 def skeleton(root: Node | Leaf) -> Skeleton | None:

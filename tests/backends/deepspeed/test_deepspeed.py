@@ -17,8 +17,7 @@ from unickpt import CheckpointCorrupt
 from unickpt.arrays.layout import Layout
 from unickpt.backends.deepspeed import merging, patterns, states
 from unickpt.errors import HintError, UnickptError, UnsupportedFormat
-from unickpt.format.elements import FileRange
-from unickpt.format.file_ranges import TensorSource
+from unickpt.format.file_ranges import FileRange, TensorSource
 from unickpt.format.files import Files
 from unickpt.storage import paths
 from unickpt.storage.paths import resolve
