@@ -209,7 +209,14 @@ REFUSED = {
     ),
     "other shapes where no axes are named": (
         "{m}/w <-> {m}.w", "a/w 2x3", "a.w 3x2",
-        ["dimension 0 of those that no axis names has 3 elements here, but 2"],
+        ["unnamed dimension 0 has 3 elements here, but 2 elsewhere (in 'a/w'); if the axes are in "
+         "another order, name them: [i o] there and [o i] here"],
+    ),
+    "another order of three axes that are not named": (
+        "a <-> b", "a 2x3x5", "b 5x2x3", ["name them: [a b c] there and [c a b] here"],
+    ),
+    "repeated sizes of axes that are not named": (
+        "a <-> b", "a 3x3x5", "b 5x3x3", ["unnamed dimension 0 has 5 elements here, but 3"],
     ),
     "a slot of a scaled parameter": (
         "a [e] * 2 <-> b [e]\nlift m/{p} <-> v/{p}", "a 2, m/a 2", None,

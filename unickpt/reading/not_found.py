@@ -45,7 +45,7 @@ def nothing_at(location: Location, open_reader: Callable[[Location], object]) ->
     except CheckpointNotFound:  # there is no such folder
         return f"{said}: {_above(location)}"
     except (SeveralCheckpoints, StorageError) as error:
-        return f"{said}: {error}"
+        return f"{said}: {str(error).removeprefix(f'{location}: ')}"
 
 
 def _of(location: Location, below: Sequence[Listed]) -> str:

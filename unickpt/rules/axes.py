@@ -160,7 +160,7 @@ def solve(item: AxisItem, extent: int, sizes: dict[str, int]) -> bool:
                 return True
             if size != extent:
                 if name.startswith(ELLIPSIS):
-                    name = f"dimension {name.removeprefix(ELLIPSIS)} of those that no axis names"
+                    name = f"unnamed dimension {name.removeprefix(ELLIPSIS)}"
                 raise DoesNotFit(_other_size(name, extent, size))
             return False
         case Flip(inner):

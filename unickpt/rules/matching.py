@@ -7,6 +7,7 @@ import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from string import ascii_lowercase
 from typing import NamedTuple
 
 from unickpt.format.index import ArrayEntry
@@ -388,7 +389,15 @@ def _details(
     items = family.items(expr)
     by_size = {axes.size_of(i, family.sizes): str(i) for i in items}
     if len(by_size) == len(items) and set(by_size) == set(fact.shape):
-        text += f"; the order [{' '.join(by_size[n] for n in fact.shape)}] would fit"
+        order = [by_size[n] for n in fact.shape]
+        if not all(axis.startswith(ELLIPSIS) for axis in order):
+            return f"{text}; the order [{' '.join(order)}] would fit"
+        if len(order) > len(ascii_lowercase):
+            return text
+        letters = "io" if len(order) == 2 else ascii_lowercase
+        here = " ".join(letters[int(axis.removeprefix(ELLIPSIS))] for axis in order)
+        there = " ".join(letters[: len(order)])
+        text += f"; if the axes are in another order, name them: [{there}] there and [{here}] here"
     return text
 
 
