@@ -232,13 +232,12 @@ if _CHECKING:
     from unickpt.runs.arguments import fences_of, take_retention
     from unickpt.runs.attempt_folders import FOLDER as ATTEMPTS_FOLDER
     from unickpt.runs.attempt_folders import remove_checkpoint
-    from unickpt.runs.disk_usage import bytes_on_disk
     from unickpt.runs.orphans import LOCK as ORPHANS_LOCK
     from unickpt.runs.orphans import Orphan, OrphanSearch
     from unickpt.runs.orphans import find as find_orphans
     from unickpt.runs.removal import barrier, on_process_0
     from unickpt.runs.retention import Retention
-    from unickpt.runs.step_folder import StepFolder
+    from unickpt.runs.step_folder import StepFolder, bytes_on_disk
     from unickpt.storage import local_folders
     from unickpt.storage.export_leftovers import restore as restore_replaced
     from unickpt.tools.conversion import budgets as conversion_budgets
@@ -345,11 +344,10 @@ _LATER = {
     "rules.view": "RuledView",
     "runs.arguments": "fences_of, take_retention",
     "runs.attempt_folders": "FOLDER as ATTEMPTS_FOLDER, remove_checkpoint",
-    "runs.disk_usage": "bytes_on_disk",
     "runs.orphans": "LOCK as ORPHANS_LOCK, Orphan, OrphanSearch, find as find_orphans",
     "runs.removal": "barrier, on_process_0",
     "runs.retention": "Retention",
-    "runs.step_folder": "StepFolder",
+    "runs.step_folder": "StepFolder, bytes_on_disk",
     "storage": "local_folders",
     "storage.export_leftovers": "restore as restore_replaced",
     "tools.conversion": (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -174,6 +175,22 @@ def test_only_what_was_shown_is_removed(tmp_path: Path) -> None:
     save(tmp_path, 4, 5)
     assert run.remove(plan) == [1, 2]
     assert steps_of(tmp_path) == [3, 4, 5]
+
+
+def test_a_step_that_was_replaced_after_the_plan_is_rated_by_its_new_metrics(
+    tmp_path: Path,
+) -> None:
+    root, other = tmp_path / "run", tmp_path / "other"
+    save(root, 1, 2, 3)
+    run = PruneRun(root, Retention(keep_best=1, metric="loss"))
+    plan = run.plan()
+    assert plan.removed == [1, 2]
+    with Checkpointer(other, options=FAST) as job:
+        job.save(1, state(1), metrics={"loss": 0.0})
+    shutil.rmtree(root / "step_1")
+    shutil.copytree(other / "step_1", root / "step_1")
+    assert run.remove(plan) == [2]
+    assert steps_of(root) == [1, 3]
 
 
 def test_not_while_a_job_saves_there(root: str) -> None:

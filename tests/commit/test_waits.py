@@ -167,7 +167,7 @@ def test_what_a_process_does_is_seen_by_its_files_if_it_said_nothing(
     say(records, 1, "write")
     (tmp_path / "00002" / "d").mkdir(parents=True)
     (tmp_path / "00002" / "d" / "x").touch()
-    found = of(tmp_path, 0).of([1, 2, 3])
+    found = of(tmp_path, 0).describe([1, 2, 3])
     assert str(found) == "processes 1, 2 (writing), 3 (not begun)"
 
 

@@ -58,9 +58,9 @@ def test_records_and_timings_of_anything_are_malformed(line: bytes) -> None:
             timing.decode(data, 1)
         with pytest.raises(ValueError, match="malformed"):
             Record.decode(data)
-    assert messages._note(line, messages.Announcement) is None
-    assert messages._note(line, dict[int, dict[str, list[int]]]) is None
-    said = messages._note(line, messages._ErrorNote)
+    assert messages.parse_note(line, messages.Announcement) is None
+    assert messages.parse_note(line, dict[int, dict[str, list[int]]]) is None
+    said = messages.parse_note(line, messages._ErrorNote)
     assert said in (None, messages._ErrorNote())
 
 

@@ -9,8 +9,8 @@ communicate in any other way. A process that saves alone keeps its record.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from enum import Enum, auto
 from functools import cached_property
@@ -18,14 +18,14 @@ from typing import TYPE_CHECKING
 
 import tensorstore as ts
 
-from unickpt.commit import outcome, root
+from unickpt.commit import root
 from unickpt.commit.messages import OK, Notes, Record, Totals
-from unickpt.commit.root import Root
 from unickpt.errors import SaveConflict, StorageError, out_of_memory
-from unickpt.frameworks.process_group import Group
+from unickpt.format import index_json
+from unickpt.format.index import INDEX_KEY
+from unickpt.frameworks.process_group import Group, saved_apart
 from unickpt.storage import data_files, errors, local_folders, locations, paths
 from unickpt.storage.database import Database
-from unickpt.storage.errors import Failed
 from unickpt.storage.locations import Location
 
 if TYPE_CHECKING:
@@ -60,6 +60,7 @@ class AttemptState(Enum):
     more. What it wrote may be removed."""
 
 
+_MOST_REPLACED = 16
 _S = AttemptState
 # WRITING again: the destination is checked twice, in the call and when it is the save's turn.
 # PUBLISHED again: after a second record, of chunks that the coordinator requested.
@@ -109,11 +110,13 @@ class Attempt:
         self.folder = location.child(f"processes/{name}")
         self.own = self.folder_of(group.index)
         """The folder in which this process writes."""
-        self.root = Root(Database(location, context))
-        self.is_timed = not self.is_alone if timed is None else timed
+        self.root = root.Root(Database(location, context))
+        self.awaits_records = not self.is_alone
+        """Whether some records were missing when the coordinator last looked; in the others,
+        always."""
         self.arrivals: Arrivals | None = None
-        """Which records the coordinator has seen, and when."""
-        if self.is_timed or not self.is_alone:
+        """Which records the coordinator has seen, and when; None if that is not stored."""
+        if not self.is_alone if timed is None else timed:
             from unickpt.format.timing import Arrivals
 
             self.arrivals = Arrivals(group.count)
@@ -145,12 +148,14 @@ class Attempt:
             StorageError: the storage cannot be read.
         """
         root.refuse_other_files(self.location)
-        with self._translating():
+        try:
             current_root = self.root.read()
             # For a bucket that does not exist, S3 only reports that the object is missing; if OCDBT
             # then writes there, TensorStore ends the process. Listing reports the missing bucket.
             if self.location.is_remote:
                 self.notes.check_reachable()
+        except errors.Failed as error:
+            raise errors.writing_failed(error, str(self.location)) from error
         if current_root.digest:
             root.refuse_checkpoint(self.location, self.context, overwrite=overwrite)
         self.found = current_root
@@ -164,7 +169,7 @@ class Attempt:
         """
         if self.is_alone:
             return
-        with self._translating():
+        with errors.writing(self.location):
             used = self.notes.was_used()
         if used:
             raise SaveConflict(
@@ -183,15 +188,13 @@ class Attempt:
             seconds, done_bytes, number: see `Report`.
         """
         from unickpt.commit import progress_reports
-        from unickpt.commit.progress_reports import Report
 
         self.has_reports = True
+        phase = progress_reports.WAIT if self.awaits_records else progress_reports.COMMIT
         if self._state in (AttemptState.OPEN, AttemptState.WRITING):
             phase = progress_reports.WRITE
-        else:
-            waits = self.arrivals is not None and self.arrivals.waiting
-            phase = progress_reports.WAIT if waits else progress_reports.COMMIT
-        report = Report(phase, seconds, done_bytes, self.planned_bytes, self.group.count, number)
+        facts = seconds, done_bytes, self.planned_bytes, self.group.count, number
+        report = progress_reports.Report(phase, *facts)
         records = self.folder.child("records").store(self.context)
         progress_reports.write(records, self.group.index, report)
 
@@ -209,7 +212,7 @@ class Attempt:
             return conflict
         except Exception:
             pass  # reading the storage fails too; its first error is more useful
-        if not isinstance(error, Failed):
+        if not isinstance(error, errors.Failed):
             return error
         room = locations.room_text(self.location, error, self.planned_bytes, self.folder.path)
         return errors.writing_failed(error, f"saving to {self.location}", room)
@@ -293,13 +296,6 @@ class Attempt:
         """Makes the entries of a folder durable, and of those above it."""
         folder.sync(self.location, max(1, self._missing))
 
-    @contextmanager
-    def _translating(self) -> Iterator[None]:
-        try:
-            yield
-        except Failed as error:
-            raise errors.writing_failed(error, str(self.location)) from error
-
     @property
     def digest_found(self) -> str:
         assert self.found is not None, "the destination is checked before anything is written"
@@ -314,8 +310,36 @@ class Attempt:
         digest = self.root.read().digest
         if digest == self.digest_found:
             return None
-        totals = outcome.committed(self.location, self.context, digest, self.name, self.notes_of)
-        if totals is None:
-            self.become(AttemptState.FAILED)
-            raise outcome.conflict(self.location, "during this save")
-        return totals
+        note = self.notes.announced()
+        if note is not None and note.root == digest:
+            return note.totals
+        # A network file system may not show the note yet. The root itself is conclusive.
+        data = Database(self.location, self.context).reader().read(INDEX_KEY)
+        index = index_json.decode(data or b"", str(self.location))
+        if index.attempt == self.name:
+            return Totals.from_index(index)
+        note = self.notes_of(index.attempt).announced()
+        if note is not None and self.name in note.replaced:  # another job has replaced it since
+            return note.replaced[self.name]
+        self.become(AttemptState.FAILED)
+        raise self.conflict()
+
+    def replaced(self) -> dict[str, Totals]:
+        """The totals of the last commits here, by attempt, for processes that have not seen theirs.
+
+        Only of those that were announced; in the others no process waits.
+        """
+        from unickpt.commit import version
+
+        with suppress(Exception):  # without it, such a process reports a conflict
+            old = version.version_at(self.location)
+            if old is not None and old.digest == self.digest_found and old.attempt:
+                note = self.notes_of(old.attempt).announced()
+                if note is not None:
+                    totals_by_attempt = {**note.replaced, old.attempt: note.totals}
+                    return dict(list(totals_by_attempt.items())[-_MOST_REPLACED:])
+        return {}
+
+    def conflict(self, when: str = "during this save") -> SaveConflict:
+        """The error that another job has committed at the same path."""
+        return SaveConflict(f"{self.location}: another job committed here {when}{saved_apart()}")

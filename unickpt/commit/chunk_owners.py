@@ -65,20 +65,17 @@ def shares(
         if group is None:
             group = groups_by_id[id(unit.replicas)] = groups.setdefault(unit.replicas, [])
         group.append(index)
-    ranges = [range(unit.chunks) for unit in fragments]
+    ranges = {index: range(unit.chunks) for index, unit in enumerate(fragments)}
     done: list[dict[int, int]] = []  # bytes by process, of groups that were shared out
     for replicas in sorted(groups, key=lambda group: (-len(group), group)):
         if len(replicas) == 1:
             continue
         larger = [group for group in done if group.keys() >= set(replicas)]
         written = {p: alone.get(p, 0) + sum(group[p] for group in larger) for p in replicas}
-        before = dict(written)
-        units = groups[replicas]
-        runs = _share_out([fragments[index] for index in units], written, process)
-        for index, run in zip(units, runs, strict=True):
-            ranges[index] = run
+        before, units = dict(written), {index: fragments[index] for index in groups[replicas]}
+        ranges |= _share_out(units, written, process)
         done.append({p: written[p] - before[p] for p in replicas})
-    return ranges
+    return [*ranges.values()]
 
 
 def shares_of_assumed(
@@ -96,24 +93,17 @@ def shares_of_assumed(
     processes = fragments[0].replicas
     first = alone.get(0, 0)
     total = sum(unit.nbytes for unit in fragments) + sum(alone.get(p, 0) for p in processes)
-    ranges = [range(unit.chunks) if process == 0 else range(0) for unit in fragments]
-    single = sorted(
-        (index for index, unit in enumerate(fragments) if unit.chunks == 1),
-        key=lambda index: (fragments[index].nbytes, fragments[index].key),
-    )
-    indices = set(range(len(fragments)))
-    for index in single:
-        nbytes = fragments[index].nbytes
+    left = dict(enumerate(fragments))
+    ranges = {index: range(unit.chunks * (process == 0)) for index, unit in left.items()}
+    single = [(unit.nbytes, unit.key, index) for index, unit in left.items() if unit.chunks == 1]
+    for nbytes, _, index in sorted(single):
         if not is_little(nbytes) and (first + nbytes) * len(processes) > total:
             break
-        indices.remove(index)
+        del left[index]
         first += nbytes
-    left = sorted(indices)
     written = {p: alone.get(p, 0) for p in processes} | {0: first}
-    runs = _share_out([fragments[index] for index in left], written, process)
-    for index, run in zip(left, runs, strict=True):
-        ranges[index] = run
-    return ranges
+    ranges |= _share_out(left, written, process)
+    return [*ranges.values()]
 
 
 def is_little(nbytes: int) -> bool:
@@ -121,15 +111,17 @@ def is_little(nbytes: int) -> bool:
     return nbytes <= _LITTLE_BYTES
 
 
-def _share_out(units: Sequence[Shared], written: dict[int, int], process: int) -> list[range]:
+def _share_out(
+    units: Mapping[int, Shared], written: dict[int, int], process: int
+) -> dict[int, range]:
     """Shares fragments of one group out; each replica gets a run of a fragment's chunks.
 
     Arguments:
-        units: the fragments.
+        units: the fragments, by index.
         written: bytes of each process so far; the new ones are added.
         process: whose runs are returned.
     """
-    ranges = [range(0)] * len(units)
+    ranges = dict[int, range]()
     # Those with as few bytes take turns in an order that spreads over any regular smaller group of
     # them, which can then make up for it, and that begins elsewhere for each group.
     turn = xxhash.xxh3_64_intdigest(repr(sorted(written)).encode())
@@ -139,15 +131,8 @@ def _share_out(units: Sequence[Shared], written: dict[int, int], process: int) -
     ]
     heapq.heapify(least)
     # By key and start: dicts may have another order on other processes.
-    order = sorted(
-        range(len(units)),
-        key=lambda index: (
-            -(units[index].nbytes // units[index].chunks),
-            units[index].key,
-            units[index].start,
-        ),
-    )
-    for index in order:
+    order = [(-(u.nbytes // u.chunks), u.key, u.start, index) for index, u in units.items()]
+    for *_, index in sorted(order):
         unit = units[index]
         chunk_bytes = -(-unit.nbytes // unit.chunks)
         counts: dict[int, int] = {}

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from functools import partial
+
+import tensorstore as ts
+import xxhash
 
 from unickpt._version import LIBRARY
-from unickpt.commit import outcome
 from unickpt.commit.attempt import Attempt, AttemptState
 from unickpt.commit.merge import Merged, MergePolicies, merge_all
 from unickpt.commit.merge_chunks import Requests
@@ -17,17 +19,18 @@ from unickpt.commit.messages import (
     MORE,
     OK,
     Announcement,
+    Record,
     Records,
     Totals,
     WriteMore,
     statistics_of,
 )
+from unickpt.errors import StorageError
 from unickpt.format import codec, index_json, written_index
 from unickpt.format.index import BORROWED_KEY, DIGESTS_KEY, INDEX_KEY, Index
+from unickpt.frameworks.process_group import saved_apart
 from unickpt.storage.database import digest_of
-
-if TYPE_CHECKING:
-    from unickpt.format.timing import Timing
+from unickpt.storage.locations import Location
 
 
 @dataclass(frozen=True)
@@ -78,11 +81,11 @@ class Coordinator:
         for process, record in records:
             if record.replaces != attempt.digest_found:
                 when = f"between the start of process 0 and of process {process}"
-                raise outcome.conflict(self._location, when)
+                raise attempt.conflict(when)
         merged = self._merge({digest: index}, records)
-        took = None
-        if attempt.is_timed and attempt.arrivals is not None:
-            took = attempt.arrivals.timing([record.statistics for _, record in records])
+        took = dict[str, bytes]()
+        if attempt.arrivals is not None:
+            took = attempt.arrivals.encode([record.statistics for _, record in records])
         if merged.index.bases:
             from unickpt.commit import borrowers
 
@@ -118,11 +121,12 @@ class Coordinator:
             if attempt.arrivals is not None:
                 attempt.arrivals.looked(late)
             if not late:
+                attempt.awaits_records = False
                 return True
             if attempt.group.index in late:
-                raise outcome.gone(self._location)
+                raise _files_gone(self._location)
             if attempt.root.read().digest != attempt.digest_found:
-                raise outcome.conflict(self._location, "during this save")
+                raise attempt.conflict()
             return False
 
         Waits(attempt).until(all_there, processes, kind, late)
@@ -131,15 +135,9 @@ class Coordinator:
     def _merge(self, indexes: Mapping[int, Index], records: Records) -> Merged:
         attempt, described = self.attempt, indexes
         if not attempt.is_alone and any(record.description not in indexes for _, record in records):
-            from unickpt.commit.descriptions import read  # only if some processes have others
-
-            described = {**indexes, **read(records, indexes, attempt.folder_of, attempt.context)}
+            described = {**indexes, **_read_descriptions(records, indexes, attempt)}
         merged = merge_all(records, described, self._request, self._policies)
-        timed: dict[str, Any] = {}
-        if attempt.is_timed:
-            from unickpt.format import timing
-
-            timed = {timing.FEATURE: {}}
+        timed = {} if attempt.arrivals is None else attempt.arrivals.extra
         index = replace(
             merged.index,
             attempt=attempt.name,
@@ -160,20 +158,13 @@ class Coordinator:
             self._more = [*own_records, *self._collect(other_processes, MORE)]
         return self._more
 
-    def _build_root(self, merged: Merged, took: Timing | None) -> bytes:
+    def _build_root(self, merged: Merged, took: Mapping[str, bytes]) -> bytes:
         """Writes the root's B-tree, which refers to the processes' data; returns its manifest."""
         attempt, index, chunks = self.attempt, merged.index, merged.chunks
         encoded = index_json.encode(index)
         written_index.check_readable(encoded, str(self._location))
-        extra = {
-            **codec.zarr_keys(index),
-            DIGESTS_KEY: chunks.table.tobytes(),
-            INDEX_KEY: encoded,
-        }
-        if took is not None:
-            from unickpt.format import timing
-
-            extra[timing.TIMING_KEY] = timing.encode(took)
+        extra = {**codec.zarr_keys(index), DIGESTS_KEY: chunks.table.tobytes(), INDEX_KEY: encoded}
+        extra |= took
         if index.bases:
             extra[BORROWED_KEY] = chunks.borrowed.tobytes()
         manifest = attempt.root.build(f"processes/{attempt.name}/root/", index, chunks, extra)
@@ -185,7 +176,7 @@ class Coordinator:
         """Announces what is about to be committed, unless a process has given up meanwhile."""
         attempt, replaced = self.attempt, dict[str, Totals]()
         if attempt.digest_found:
-            replaced = outcome.replaced(self._location, attempt.digest_found, attempt.notes_of)
+            replaced = attempt.replaced()
         if not attempt.is_alone or replaced:
             attempt.notes.announce(Announcement(digest_of(manifest), totals, replaced))
         if not attempt.is_alone:
@@ -201,12 +192,12 @@ class Coordinator:
 
         if not attempt.root.replace(attempt.found, manifest, attempt.timeout_s, begun):
             attempt.become(AttemptState.FAILED)
-            raise outcome.conflict(self._location, "during this save")
+            raise attempt.conflict()
         folders = [attempt.own] if attempt.is_alone else map(attempt.folder_of, self._processes)
         if not all(folder.exists() for folder in folders):
             attempt.root.retract(manifest, attempt.timeout_s)
             attempt.become(AttemptState.FAILED)
-            raise outcome.gone(self._location)
+            raise _files_gone(self._location)
 
     def _remove_older_attempts(self, older: Sequence[str]) -> None:
         """Removes what no committed checkpoint needs; errors here are ignored.
@@ -222,3 +213,49 @@ class Coordinator:
                     self._location.child(f"processes/{name}").remove(attempt.context)
             if attempt.has_reports or not attempt.is_alone:
                 attempt.notes.clear_records()
+
+
+def _read_descriptions(
+    records: Records, known_digests: Collection[int], attempt: Attempt
+) -> dict[int, Index]:
+    """The descriptions that records name, by their digests; equal ones are read once.
+
+    Arguments:
+        records: of all processes.
+        known_digests: the digests of those that need not be read.
+        attempt: in which they were published.
+
+    Raises:
+        StorageError: one is damaged.
+    """
+    reads: dict[int, tuple[int, Callable[[], bytes]]] = {}
+    for process, record in records:
+        if record.description not in known_digests and record.description not in reads:
+            read = _reading(record, attempt.folder_of(process), attempt.context)
+            reads[record.description] = process, read
+    described = {}
+    for digest, (process, result) in reads.items():
+        data, where = result(), str(attempt.folder_of(process))
+        if xxhash.xxh3_64_intdigest(data) != digest:
+            raise StorageError(f"{where}: the description of process {process} is damaged")
+        described[digest] = index_json.decode(data, where, partial=True)
+    return described
+
+
+def _reading(record: Record, folder: Location, context: ts.Context) -> Callable[[], bytes]:
+    """Starts to read a description; returns what waits for it."""
+    assert record.described is not None, "only the coordinator does not write its own"
+    number, offset, length = record.described
+    within = slice(offset, offset + length)
+    if number < 0:
+        return partial(bytes, record.inline[within])
+    future = folder.store(context).read(record.files[number], byte_range=within)
+    return lambda: bytes(future.result().value)
+
+
+def _files_gone(location: Location) -> StorageError:
+    """The error that the files of an attempt are gone."""
+    return StorageError(
+        f"{location}: the files written for this checkpoint are gone; the folder was removed "
+        f"during the save{saved_apart()}"
+    )

@@ -8,29 +8,28 @@ taken over no longer commits.
 
 from __future__ import annotations
 
-import json
 import os
 import secrets
 import socket
 import threading
 import time
 from contextlib import suppress
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+import msgspec
 import tensorstore as ts
 
+from unickpt.commit.messages import parse_note
 from unickpt.errors import SaveConflict
 from unickpt.frameworks.process_group import saved_apart
 from unickpt.storage import errors, paths
-from unickpt.storage.errors import Failed, LockHeld
 from unickpt.storage.kvstore import KvStore
 from unickpt.storage.local_folders import FileLock
 from unickpt.storage.locations import Location
 from unickpt.threads import start
 
 NAME = ".unickpt.lock"
-# What reading a lock file raises that anything else has written.
-_NOT_OURS = ValueError, KeyError, TypeError, OverflowError, RecursionError
 _RENEW_S = 10.0
 _EXPIRES_S = 40.0
 # For this long, a write that a job began before it lost its lease may still be retried.
@@ -62,6 +61,20 @@ SAVES = Use(
 )
 
 
+@dataclass(frozen=True)
+class _Holder:
+    """What a holder writes about itself; of what anything else wrote, only what fits."""
+
+    host: str = ""
+    process: int = -1
+    program: str = ""
+    session: str = ""
+    renewed: float | None = None
+
+    def encode(self) -> bytes:
+        return msgspec.json.encode(self)
+
+
 class Lease:
     """The right to write into a folder; held after `take` returns.
 
@@ -72,12 +85,8 @@ class Lease:
 
     def __init__(self, location: Location, use: Use = SAVES) -> None:
         self._location, self._use = location, use
-        self._holder = {
-            "host": socket.gethostname(),
-            "process": os.getpid(),
-            "program": _PROGRAM,
-            "session": secrets.token_hex(8),
-        }
+        session = secrets.token_hex(8)
+        self._holder = _Holder(socket.gethostname(), os.getpid(), _PROGRAM, session)
         self._lease: _Lock | _LeaseObject | None = None
         self._changing = threading.RLock()  # saves, removals and the end of a run are threads
         self._settled_at = 0.0
@@ -101,7 +110,7 @@ class Lease:
                 lease = kind(self._location, self._holder, self._use)
                 if lease.take():
                     self._settled_at = time.monotonic() + _SETTLES_S
-            except Failed as error:
+            except errors.Failed as error:
                 raise errors.writing_failed(error, str(self._location)) from error
             self._lease = lease
             return True
@@ -122,14 +131,14 @@ class Lease:
             try:
                 if self._lease is not None:
                     self._lease.check()
-            except Failed as error:
+            except errors.Failed as error:
                 raise errors.writing_failed(error, str(self._location)) from error
 
     def give_back(self) -> None:
         """Releases the lease, so that another job can take it; does nothing in a forked process,
         which does not hold it, and for which a thread of the parent might hold the lock for ever.
         """
-        if os.getpid() != self._holder["process"]:
+        if os.getpid() != self._holder.process:
             return
         with self._changing:
             if self._lease is not None:
@@ -154,25 +163,23 @@ def holder(location: Location) -> str | None:
     read = location.store(paths.context()).read(NAME).result()
     if read.state != "value":
         return None
-    try:
-        renewed = float(json.loads(read.value)["renewed"])
-    except _NOT_OURS:
+    owner = parse_note(read.value, _Holder)
+    if owner is None or owner.renewed is None:
         return _who("")
-    return _who(read.value) if time.time() - renewed < _EXPIRES_S else None
+    return _who(read.value) if time.time() - owner.renewed < _EXPIRES_S else None
 
 
 def _who(said: str | bytes) -> str:
-    try:
-        facts = json.loads(said)
-        return f"process {facts['process']} on {facts['host']}"
-    except _NOT_OURS:
+    owner = parse_note(said, _Holder)
+    if owner is None or not owner.host:
         return "another process"
+    return f"process {owner.process} on {owner.host}"
 
 
 class _Lock(FileLock):
     """A lock of the operating system, on a file in a local folder."""
 
-    def __init__(self, location: Location, holder: dict[str, object], use: Use) -> None:
+    def __init__(self, location: Location, holder: _Holder, use: Use) -> None:
         super().__init__(location.path, use.name)
         self._location, self._holder, self._use = location, holder, use
 
@@ -184,8 +191,8 @@ class _Lock(FileLock):
             SaveConflict: another process holds it.
         """
         try:
-            self.acquire(json.dumps(self._holder))
-        except LockHeld as error:
+            self.acquire(self._holder.encode().decode())
+        except errors.LockHeld as error:
             raise _conflict(self._location, self._use, error.holder) from None
         return False
 
@@ -196,7 +203,7 @@ class _Lock(FileLock):
 class _LeaseObject:
     """An object that its job keeps renewing."""
 
-    def __init__(self, location: Location, holder: dict[str, object], use: Use) -> None:
+    def __init__(self, location: Location, holder: _Holder, use: Use) -> None:
         self._location, self._holder, self._use = location, holder, use
         self._generation: bytes | None = None
         self._ended, self._writing = threading.Event(), threading.Lock()
@@ -246,8 +253,8 @@ class _LeaseObject:
             self._store.write(self._use.name, None, if_equal=self._generation).result()
 
     def _write(self, expected: bytes) -> bool:
-        text = json.dumps({**self._holder, "renewed": time.time()})
-        stamp = self._store.write(self._use.name, text.encode(), if_equal=expected).result()
+        data = replace(self._holder, renewed=time.time()).encode()
+        stamp = self._store.write(self._use.name, data, if_equal=expected).result()
         if stamp.generation:
             self._generation = stamp.generation
             return True
@@ -259,10 +266,8 @@ class _LeaseObject:
         return False
 
     def _is_ours(self, stored: ts.KvStore.ReadResult) -> bool:
-        try:
-            return bool(json.loads(stored.value)["session"] == self._holder["session"])
-        except _NOT_OURS:
-            return False
+        owner = parse_note(stored.value, _Holder)
+        return owner is not None and owner.session == self._holder.session
 
     def _renew(self) -> None:
         while not self._ended.wait(_RENEW_S):
@@ -273,9 +278,8 @@ class _LeaseObject:
 
 
 def _conflict(location: Location, use: Use, said: str) -> SaveConflict:
-    with suppress(*_NOT_OURS):
-        holder = json.loads(said)
-        if (holder["process"], holder["program"]) == (os.getpid(), _PROGRAM):
-            return SaveConflict(f"{location}: {use.in_process}")
+    owner = parse_note(said, _Holder)
+    if owner is not None and (owner.process, owner.program) == (os.getpid(), _PROGRAM):
+        return SaveConflict(f"{location}: {use.in_process}")
     text = use.elsewhere.replace("{who}", _who(said))
     return SaveConflict(f"{location}: {text}{saved_apart()}")

@@ -5,6 +5,7 @@ Checks that a checkpoint is complete and consistent. Nothing here does I/O.
 
 from __future__ import annotations
 
+import itertools
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,13 +18,7 @@ from unickpt.commit.merge_chunks import Chunks, Column, Requests, merged_chunks,
 from unickpt.commit.messages import ELSEWHERE, Names, Records
 from unickpt.errors import CoverageError
 from unickpt.format import chunk_grid, codecs, digest_table
-from unickpt.format.index import (
-    RESERVED,
-    ArrayEntry,
-    DigestBlocks,
-    Index,
-    PerProcessEntry,
-)
+from unickpt.format.index import RESERVED, ArrayEntry, Index, PerProcessEntry
 from unickpt.trees import tree, tree_json
 
 if TYPE_CHECKING:
@@ -117,17 +112,20 @@ def merge_all(
         requests(index, chunks.table, [])
     if policies.encoding is not None:
         index, chunks = _settled(index, chunks, records, names, policies.encoding)
-    arrays_now = with_notes(index, written, names, winners)
-    index = replace(index, arrays=with_additions(arrays_now, chunks.composed(index.arrays)))
+    merged_arrays = with_notes(index, written, names, winners)
+    for name, (composed, additions) in chunks.composed(index.arrays).items():
+        merged_arrays[name] = replace(merged_arrays[name], composed=composed, additions=additions)
     lent = chunks.borrowed.tobytes() if chunks.bases else b""
+    is_long = len(chunks.table) > digest_table.BLOCK_ROWS
     index = replace(
         index,
+        arrays=merged_arrays,
         metadata=_metadata(index, records),
         per_process=per_process(index, records),
         chunks=len(chunks.table),
         reused=int(sum(record.statistics.get("reused_bytes", 0) for _, record in written)),
         digests_xxh3=f"{xxhash.xxh3_64_intdigest(chunks.table.tobytes()):016x}",
-        digest_blocks=_digest_blocks(chunks.table),
+        digest_blocks=digest_table.blocks(chunks.table) if is_long else None,
         bases=chunks.bases,
         borrowed=len(chunks.borrowed),
         borrowed_xxh3=f"{xxhash.xxh3_64_intdigest(lent):016x}" if chunks.bases else "",
@@ -182,11 +180,6 @@ def _settled(
         array_places["length"] -= skipped.astype(array_places["length"].dtype)
         arrays[name] = replace(arrays[name], encoding=encoding)
     return replace(index, arrays=arrays), replace(chunks, places=places)
-
-
-def _digest_blocks(table: digest_table.Table) -> DigestBlocks | None:
-    """The digests of the blocks of a digest table; None if it is short."""
-    return digest_table.blocks(table) if len(table) > digest_table.BLOCK_ROWS else None
 
 
 def _metadata(index: Index, records: Records) -> Mapping[str, Any]:
@@ -316,14 +309,13 @@ def _show(kind: str, fact: Any) -> str:
 def _trees(items: list[tuple[int, Any]]) -> Any:
     """Joins trees pairwise, so that large ones are not walked once per process."""
     while len(items) > 1:
-        items = [_pair(items[i : i + 2]) for i in range(0, len(items), 2)]
+        pairs = zip(items[::2], items[1::2], strict=False)
+        items = [*itertools.starmap(_joined, pairs), *items[len(items) // 2 * 2 :]]
     return items[0][1]
 
 
-def _pair(items: Sequence[tuple[int, Any]]) -> tuple[int, Any]:
-    if len(items) == 1:
-        return items[0]
-    (first, ours), (second, theirs) = items
+def _joined(one: tuple[int, Any], other: tuple[int, Any]) -> tuple[int, Any]:
+    (first, ours), (second, theirs) = one, other
     try:
         return first, tree_json.merge(ours, theirs)
     except ValueError as error:
@@ -383,20 +375,6 @@ def with_notes(
             extra = {codec: codecs.merge(codec, notes.get(name, []))}
             arrays[name] = replace(entry, extra=extra)
     return arrays
-
-
-# --- additions -----------------------------------------------------------------------------------
-
-
-def with_additions(
-    arrays: Mapping[str, ArrayEntry], counts: Mapping[str, tuple[int, int]]
-) -> dict[str, ArrayEntry]:
-    """The arrays, each with the numbers of its chunks that have additions, and of these."""
-    composed_entries = {
-        name: replace(arrays[name], composed=composed, additions=additions)
-        for name, (composed, additions) in counts.items()
-    }
-    return {**arrays, **composed_entries}
 
 
 # --- per-process values ---------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from unickpt.arrays.box import Box
 from unickpt.commit.messages import (
     ADDITION_DTYPE,
     ELSEWHERE,
+    PLACE_NAMES,
     Names,
     Record,
     Records,
@@ -23,7 +24,6 @@ from unickpt.commit.messages import (
 )
 from unickpt.errors import CoverageError
 from unickpt.format import chunk_grid, digest_table
-from unickpt.format.chunk_grid import FULL_LINK, WHOLE_LINK
 from unickpt.format.index import ArrayEntry, BaseEntry, Index
 from unickpt.quoting import first_few
 from unickpt.storage.btree.builder import INLINE, PLACE_DTYPE
@@ -146,16 +146,12 @@ def _borrowed(
         return np.zeros(0, np.uint8), ()
     from unickpt.format import borrowed
 
-    is_lent = places["file"] == ELSEWHERE
-    rows = np.flatnonzero(is_lent & (kinds != MISSING))
+    rows = np.flatnonzero((places["file"] == ELSEWHERE) & (kinds != MISSING))
     table = np.zeros(len(rows), borrowed.DTYPE)
     table["row"], table["base"] = rows, places["offset"][rows]
-    table["link"] = np.where(kinds[rows] == COMPOSED, FULL_LINK, WHOLE_LINK)
-    lent_additions = additions[additions["file"] == ELSEWHERE]
-    more = np.zeros(len(lent_additions), borrowed.DTYPE)
-    more["row"], more["base"] = lent_additions["row"], lent_additions["offset"]
-    more["link"] = lent_additions["link"]
-    both = np.concatenate([table, more])
+    table["link"] = np.where(kinds[rows] == COMPOSED, chunk_grid.FULL_LINK, chunk_grid.WHOLE_LINK)
+    lent_additions = additions[additions["file"] == ELSEWHERE][["row", "offset", "link"]]
+    both = np.concatenate([table, lent_additions.astype(borrowed.DTYPE)])
     borrowed_table: Column = both[np.lexsort((both["link"], both["row"]))]
     used, numbers = np.unique(borrowed_table["base"], return_inverse=True)
     borrowed_table["base"] = numbers
@@ -195,13 +191,13 @@ class _ListedChunks:
             self.where[rows] = positions.find_rows(names[process], process, record)
             self._place(rows, process, record)
             if winners:
-                self.where[rows][_lost_rows(record, names[process], process, winners)] = -1
+                array_names = enumerate(names[process])
+                lost = [n for n, name in array_names if winners.get(name, process) != process]
+                self.where[rows][np.isin(record.chunks["array"], lost)] = -1
         if winners:
-            self._keep(self.where >= 0)
-
-    def _keep(self, mask: Column) -> None:
-        for name in ("where", "digest", "process", "kind", "place", "number"):
-            setattr(self, name, getattr(self, name)[mask])
+            counts = self.where >= 0
+            for name in ("where", "digest", "process", "kind", "place", "number"):
+                setattr(self, name, getattr(self, name)[counts])
 
     def additions_of(self, chosen: Column) -> Column:
         """The additions of the chunks that were chosen, with their rows in the digest table.
@@ -225,9 +221,7 @@ class _ListedChunks:
 
         def numbered(table: Column) -> Column:
             """Where values are, numbered after those of the records before."""
-            places = np.zeros(len(table), PLACE_DTYPE)
-            for name in PLACE_DTYPE.names or ():
-                places[name] = table[name]
+            places = table[PLACE_NAMES].astype(PLACE_DTYPE)
             is_lent = places["file"] == ELSEWHERE
             places["offset"][is_lent] = bases[places["offset"][is_lent].astype(np.int64)]
             places["offset"][places["file"] == INLINE] += np.uint64(self._nbytes)
@@ -242,8 +236,7 @@ class _ListedChunks:
             additions, places = record.additions.copy(), numbered(record.additions)
             self.kind[rows][additions["row"].astype(np.int64)] = COMPOSED
             additions["row"] += np.uint64(rows.start)
-            for name in PLACE_DTYPE.names or ():
-                additions[name] = places[name]
+            additions[PLACE_NAMES] = places
             self.additions.append(additions)
         if record.blobs:
             from unickpt.frameworks.per_process import blob_key
@@ -321,24 +314,12 @@ def _contested(
     for row, other in zip(again[differs].tolist(), chosen_chunks[differs].tolist(), strict=True):
         name, box = chunk_at(index, int(listed.where[row]))
         both = sorted(int(listed.process[number]) for number in (row, other))
-        if name not in assumed:
-            raise _two_writers(name, box, *both)
+        if name not in assumed:  # two may write the same, as replicas that were not declared
+            raise CoverageError(
+                f"array {name!r}: processes {both[0]} and {both[1]} hold different data for {box}"
+            )
         processes_by_array.setdefault(name, both)
     return processes_by_array
-
-
-def _lost_rows(
-    record: Record, names: Sequence[str], process: int, winners: Mapping[str, int]
-) -> Column:
-    lost = [n for n, name in enumerate(names) if winners.get(name, process) != process]
-    return np.isin(record.chunks["array"], lost)
-
-
-def _two_writers(name: str, box: Box, first: int, second: int) -> CoverageError:
-    """Allowed only if they wrote the same, as replicas that were not declared may."""
-    return CoverageError(
-        f"array {name!r}: processes {first} and {second} hold different data for {box}"
-    )
 
 
 def chunk_at(index: Index, position: int) -> tuple[str, Box]:

@@ -19,10 +19,7 @@ import tensorstore as ts
 import xxhash
 
 from unickpt.arrays.box import Box
-from unickpt.errors import (
-    ProcessFailed,
-    StorageError,
-)
+from unickpt.errors import ProcessFailed, StorageError
 from unickpt.format.chunk_grid import FULL_LINK
 from unickpt.format.index import BaseEntry, Index, nbytes_of
 from unickpt.frameworks.process_group import Group
@@ -44,6 +41,7 @@ ELSEWHERE = -2
 REPLICA_DTYPE = np.dtype([("array", "<u4"), ("fingerprint", "<u8")])
 _TABLES = CHUNK_DTYPE, ADDITION_DTYPE, REPLICA_DTYPE
 _SEAL_BYTES = 8
+PLACE_NAMES = [name for name, _ in PLACE_FIELDS]
 ValuePlace = tuple[int, int, int]
 """Where a value is: the number of its file, offset and length; see `PLACE_DTYPE`."""
 
@@ -281,7 +279,7 @@ class Notes:
         errors = sorted({int(match[1]) for match in matches if match} - {self._group.index})
         if errors:
             read = [self._notes.read(f"{_ERROR}{process:05d}") for process in errors[:8]]
-            error_notes = [_note(r.result().value, _ErrorNote) or _ErrorNote() for r in read]
+            error_notes = [parse_note(r.result().value, _ErrorNote) or _ErrorNote() for r in read]
             self.settled = self.settled or any(note.settles for note in error_notes)
             error = ProcessFailed(f"process {errors[0]} failed: {error_notes[0].message}")
             error.refused = all(note.refused for note in error_notes)
@@ -344,7 +342,8 @@ class Notes:
         Raises:
             StorageError: the request cannot be decoded.
         """
-        request = _note(self._notes.read(REQUEST).result().value, dict[int, dict[str, list[int]]])
+        data = self._notes.read(REQUEST).result().value
+        request = parse_note(data, dict[int, dict[str, list[int]]])
         if request is None:
             raise StorageError(f"{self._folder}: the note {REQUEST!r} of process 0 is damaged")
         return request.get(self._group.index, {})
@@ -355,7 +354,7 @@ class Notes:
 
     def announced(self) -> Announcement | None:
         """What was announced; None if that is not visible yet, or cannot be decoded."""
-        return _note(self._notes.read(_COMMIT).result().value, Announcement)
+        return parse_note(self._notes.read(_COMMIT).result().value, Announcement)
 
     def clear_records(self) -> None:
         """Removes the records, which are not needed after the commit."""
@@ -405,11 +404,12 @@ class _ErrorNote:
     refused: bool = False
 
 
-def _note(data: bytes, kind: type[T]) -> T | None:
-    """A note; None if the bytes are not one, as those of a note that is missing."""
+def parse_note(data: bytes | str, kind: type[T]) -> T | None:
+    """A note, which is untrusted; None if the bytes are not one, as those of a note that is
+    missing."""
     try:
         return msgspec.json.decode(data, type=kind)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+    except (msgspec.MsgspecError, UnicodeError, RecursionError):
         return None
 
 

@@ -5,10 +5,13 @@ It lies beside the records, because only the coordinator, and who watches a run,
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from typing import Annotated
 
+import msgspec
+
+from unickpt.commit.messages import parse_note
 from unickpt.storage.errors import Damaged
 from unickpt.storage.kvstore import KvStore
 
@@ -18,6 +21,9 @@ WRITE, WAIT, COMMIT = "write", "wait", "commit"
 WORDS = {WRITE: "writing", WAIT: "waiting", COMMIT: "committing"}
 """The phases that a process reports, and what it does in each."""
 NOT_BEGUN, DONE = "not begun", "done"
+_Phase = Annotated[str, msgspec.Meta(pattern=rf"\A({'|'.join(WORDS)})\Z")]
+_Seconds = Annotated[float, msgspec.Meta(ge=0, lt=1e9)]
+_Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 
 
 @dataclass(frozen=True)
@@ -33,12 +39,12 @@ class Report:
         number: how many reports it has written before.
     """
 
-    phase: str
-    seconds: float
-    nbytes: int
-    total: int
-    processes: int
-    number: int = 0
+    phase: _Phase
+    seconds: _Seconds
+    nbytes: _Count
+    total: _Count
+    processes: _Count
+    number: _Count = 0
 
     @property
     def words(self) -> str:
@@ -46,20 +52,13 @@ class Report:
         return WORDS[self.phase]
 
     def encode(self) -> bytes:
-        return padded(json.dumps(asdict(self)).encode(), _BYTES)
+        return padded(msgspec.json.encode(self), _BYTES)
 
 
 def decode(data: bytes) -> Report | None:
     """A stored report, which is untrusted; None if the bytes are not one, as those of a missing
     object."""
-    try:
-        report = Report(**json.loads(data))
-        whole = (report.nbytes, report.total, report.processes, report.number)
-        if report.phase not in WORDS or not 0 <= report.seconds < 1e9:
-            return None
-    except (ValueError, TypeError, RecursionError):
-        return None
-    return report if all(type(n) is int and 0 <= n < 1 << 62 for n in whole) else None
+    return parse_note(data, Report)
 
 
 def name_of(process: int) -> str:

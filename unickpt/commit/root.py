@@ -11,6 +11,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import compress, product
 from operator import attrgetter
 from typing import Any
@@ -19,7 +20,7 @@ import numpy as np
 import tensorstore as ts
 
 from unickpt.commit.merge_chunks import COMPOSED, WHOLE, Chunks, Column
-from unickpt.commit.messages import ELSEWHERE, ValuePlace
+from unickpt.commit.messages import ELSEWHERE, PLACE_NAMES, ValuePlace
 from unickpt.errors import CheckpointExists, StorageError
 from unickpt.format import chunk_grid
 from unickpt.format.chunk_grid import Part, join_key
@@ -96,8 +97,7 @@ class Root:
         numbers = np.array(
             [*(numbers_by_path[path] for path in paths), ELSEWHERE, builder.INLINE], np.int32
         )
-        extras = {key: (int(numbers[n]), offset, size) for key, (n, offset, size) in places.items()}
-        entries = runs(index, _numbered(chunks, numbers), extras)
+        entries = runs(index, _numbered(chunks, numbers), _renumbered(places, numbers))
         manifest, value_count = builder.encode(entries, files, inline, out.place)
         out.close()
         blobs = sum(len(entry.blobs) for entry in index.per_process.values())
@@ -211,10 +211,12 @@ def _numbered(chunks: Chunks, numbers: Column) -> Chunks:
     places, additions = chunks.places.copy(), chunks.additions.copy()
     for table in places, additions:
         table["file"] = numbers[table["file"]]
-    blobs = {
-        key: (int(numbers[n]), offset, size) for key, (n, offset, size) in chunks.blobs.items()
-    }
+    blobs = _renumbered(chunks.blobs, numbers)
     return replace(chunks, places=places, additions=additions, blobs=blobs)
+
+
+def _renumbered(places: Mapping[str, ValuePlace], numbers: Column) -> dict[str, ValuePlace]:
+    return {key: (int(numbers[n]), offset, size) for key, (n, offset, size) in places.items()}
 
 
 class _DataFiles:
@@ -297,15 +299,10 @@ def runs(index: Index, chunks: Chunks, extra: Mapping[str, ValuePlace]) -> Itera
                 keys.append(chunk_grid.chunk_key(part, 0).encode())
                 rows.append(first)
             else:
-                part_rows = slice(first, first + count)
-                grids += _grids(part, entry, chunks, part_rows)
+                grids += _grids(part, entry, chunks, slice(first, first + count))
             first += count
-    places = np.concatenate(
-        [
-            np.array(list(other_places.values()), PLACE_DTYPE),
-            chunks.places[np.array(rows, np.int64)],
-        ]
-    )
+    places = np.array(list(other_places.values()), PLACE_DTYPE)
+    places = np.concatenate([places, chunks.places[np.array(rows, np.int64)]])
     order = sorted(range(len(keys)), key=keys.__getitem__)
     yield from _ordered([keys[position] for position in order], places[order], grids)
 
@@ -324,8 +321,7 @@ def _grids(part: Part, entry: ArrayEntry, chunks: Chunks, rows: slice) -> Iterat
             link_additions = additions[additions["link"] == link]
             numbers = link_additions["row"].astype(np.int64) - rows.start
             link_places, has = np.zeros(len(kinds), PLACE_DTYPE), np.zeros(len(kinds), np.bool_)
-            for name in PLACE_DTYPE.names or ():
-                link_places[name][numbers] = link_additions[name]
+            link_places[numbers] = link_additions[PLACE_NAMES]
             has[numbers] = True
             yield _ChunkEntries(part.linked(link), link_places, has)
 
@@ -349,45 +345,38 @@ class _ChunkEntries:
         """Of the keys of these chunks, and of no other key."""
         return join_key(self.part.key, "c").encode()
 
-    def run(self, orders: _Orders) -> TreeEntries:
-        """Their entries."""
-        tails, numbers = orders.sort_keys(self.part.grid)
+    def run(self, sort_keys: Callable[[tuple[int, ...]], _Order]) -> TreeEntries:
+        """Their entries, by the order of the chunks of a grid."""
+        tails, numbers = sort_keys(self.part.grid)
         prefix, chosen = self.prefix, self.chosen[numbers]
         if not chosen.all():
             tails, numbers = list(compress(tails, chosen.tolist())), numbers[chosen]
         return TreeEntries([prefix + tail for tail in tails], self.places[numbers])
 
 
-class _Orders:
-    """How the keys of the chunks of a grid end, ascending, and the chunks' numbers; kept for the
-    next part, which often has the same grid."""
+_Order = tuple[list[bytes], Column]
+"""How the keys of the chunks of a grid end, ascending, and the chunks' numbers."""
 
-    def __init__(self) -> None:
-        self._grid: tuple[int, ...] | None = None
-        self._found: tuple[list[bytes], Column] = ([], np.zeros(0, np.int64))
 
-    def sort_keys(self, grid: tuple[int, ...]) -> tuple[list[bytes], Column]:
-        """Those of a grid."""
-        if grid != self._grid:
-            # "/" and the end of a key come before all digits: the order is that of the components.
-            along = [sorted((b"/%d" % n, n) for n in range(extent)) for extent in grid]
-            tails = [b"".join(parts) for parts in product(*([t for t, _ in d] for d in along))]
-            every = np.arange(math.prod(grid)).reshape(grid)
-            self._found = tails, every[np.ix_(*([n for _, n in d] for d in along))].reshape(-1)
-            self._grid = grid
-        return self._found
+def _sort_keys(grid: tuple[int, ...]) -> _Order:
+    # "/" and the end of a key come before all digits: the order is that of the components.
+    along = [sorted((b"/%d" % n, n) for n in range(extent)) for extent in grid]
+    tails = [b"".join(parts) for parts in product(*([t for t, _ in d] for d in along))]
+    every = np.arange(math.prod(grid)).reshape(grid)
+    return tails, every[np.ix_(*([n for _, n in d] for d in along))].reshape(-1)
 
 
 def _ordered(
     keys: Sequence[bytes], places: Column, grids: Sequence[_ChunkEntries]
 ) -> Iterator[TreeEntries]:
     """Entries, and between them those of grids, all in order."""
-    start, orders = 0, _Orders()
+    # The next part often has the same grid.
+    start, sort_keys = 0, lru_cache(maxsize=1)(_sort_keys)
     for grid in sorted(grids, key=attrgetter("prefix")):
         end = bisect_left(keys, grid.prefix, start)
         if end > start:
             yield TreeEntries(keys[start:end], places[start:end])
         start = end
-        yield grid.run(orders)
+        yield grid.run(sort_keys)
     if start < len(keys):
         yield TreeEntries(keys[start:], places[start:])

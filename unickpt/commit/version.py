@@ -14,7 +14,7 @@ from unickpt.storage.ocdbt import MANIFEST
 from unickpt.storage.paths import context
 
 _ROOT = re.compile(r"processes/([^/]+)/root/(?:([0-9a-f]{16})/)?[^/]+", re.DOTALL)
-"""The file with the root of the B-tree."""
+"""The file with the root of the B-tree: the attempt, and the version that it is a copy of."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,12 @@ def version_at(location: Location) -> Version | None:
 
 def version_of(manifest: bytes) -> Version:
     """The version that a manifest is of."""
-    return Version(manifest, *_made_by(manifest))
+    try:
+        root_node = nodes.manifest(manifest).root
+    except Failed:
+        return Version(manifest, "")
+    match = _ROOT.fullmatch(root_node.path) if root_node is not None else None
+    return Version(manifest, match[1], match[2] or "") if match else Version(manifest, "")
 
 
 def copied_folder(attempt: str, name: str) -> str:
@@ -66,14 +71,3 @@ def copied_folder(attempt: str, name: str) -> str:
         name: of the version.
     """
     return f"processes/{attempt}/root/{name}/"
-
-
-def _made_by(manifest: bytes) -> tuple[str, str]:
-    """The attempt whose `processes/<attempt>/root/` holds the root of the B-tree, and the version
-    that it is a copy of; see `Version`."""
-    try:
-        root_node = nodes.manifest(manifest).root
-    except Failed:
-        return "", ""
-    match = _ROOT.fullmatch(root_node.path) if root_node is not None else None
-    return (match[1], match[2] or "") if match else ("", "")

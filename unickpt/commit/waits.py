@@ -6,7 +6,6 @@ others read that one object; they look for themselves only if it is not there, o
 
 from __future__ import annotations
 
-import json
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -14,9 +13,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 
+import msgspec
+
 from unickpt import quoting
 from unickpt.commit import progress_reports
 from unickpt.commit.attempt import Attempt
+from unickpt.commit.messages import OK, parse_note
 from unickpt.commit.progress_reports import COMMIT, NOT_BEGUN, WORDS, WRITE
 from unickpt.errors import SaveTimeout
 from unickpt.frameworks.members import legend
@@ -67,20 +69,13 @@ class Waits:
     """
 
     def __init__(self, attempt: Attempt) -> None:
-        group = attempt.group
-        self._location, self._folder, self._context = (
-            attempt.location,
-            attempt.folder,
-            attempt.context,
-        )
-        self._notes, self._timeout_s = attempt.notes, attempt.timeout_s
-        self._process, self._count, self._group = group.index, group.count, group
-        self._least_s = max(_FIRST_S, group.count / _LOOKS_PER_S)
+        self._attempt, self._group = attempt, attempt.group
+        self._least_s = max(_FIRST_S, self._group.count / _LOOKS_PER_S)
         self._note_data, self._note_at = b"", time.monotonic()
 
     @cached_property
     def _records(self) -> KvStore:  # most saves need none
-        return self._folder.child("records").store(self._context)
+        return self._attempt.folder.child("records").store(self._attempt.context)
 
     def until(
         self,
@@ -100,11 +95,12 @@ class Waits:
             ProcessFailed: another process gave up.
             SaveTimeout: it took too long; names the processes whose records are missing.
         """
+        notes = self._attempt.notes
         try:
-            return self._notes.wait(self.patiently(ready, late))
+            return notes.wait(self.patiently(ready, late))
         except TimeoutError:
-            missing = self._notes.late(processes, kind)
-        raise self.timeout(missing, self._timeout_s)
+            missing = notes.late(processes, kind)
+        raise self._timeout(missing)
 
     def patiently(
         self, ready: Callable[[set[str]], bool], late: Sequence[int]
@@ -127,36 +123,35 @@ class Waits:
                 pause = min(pause * _GROWTH, max(_LONGEST_S, self._least_s))
                 with suppress(Exception):  # what fails here, fails the wait itself if it matters
                     whom = f"{self._whom(late, pause)}{legend(members_of(self._group))}"
-                    _log.warning("%s: waiting %.0f s for %s", self._location, waited, whom)
+                    _log.warning("%s: waiting %.0f s for %s", self._attempt.location, waited, whom)
                 next_s = time.monotonic() - began + pause
             return False
 
         return looked
 
     def _whom(self, late: Sequence[int], again_s: float) -> Late:
-        if self._process > 0:
+        if self._group.index > 0:
             return self.as_told()
         status = self.describe(late)
-        note = {"count": status.count, "phases": list(status.phases.items()), "again_s": again_s}
-        data = json.dumps({**note, "at": time.monotonic()}).encode()
-        self._records.write(_LATE, progress_reports.padded(data, _BYTES)).result()
+        note = _LateNote(status.count, [*status.phases.items()], again_s, time.monotonic())
+        data = progress_reports.padded(msgspec.json.encode(note), _BYTES)
+        self._records.write(_LATE, data).result()
         return status
 
-    def timeout(self, late: Sequence[int], timeout_s: float) -> SaveTimeout:
+    def _timeout(self, late: Sequence[int]) -> SaveTimeout:
         """The error of a wait that took too long.
 
         Arguments:
             late: the processes whose records are missing; if there are none, process 0 is late.
-            timeout_s: how long it was.
         """
         whom, done = (self.describe(late), "finish") if late else (self._coordinator(), "commit")
         may = "may have died"
         if progress_reports.NOT_BEGUN in whom.phases.values():
             may += ", or never called save: all processes must, with the same path"
         return SaveTimeout(
-            f"{self._location}: {whom} did not {done} within {timeout_s:g} s "
-            f"(SaveOptions.timeout_s) after process {self._process} of {self._count} was done; it "
-            f"{may}. No checkpoint was written."
+            f"{self._attempt.location}: {whom} did not {done} within {self._attempt.timeout_s:g} s "
+            f"(SaveOptions.timeout_s) after process {self._group.index} of {self._group.count} was "
+            f"done; it {may}. No checkpoint was written."
         )
 
     def describe(self, late: Sequence[int]) -> Late:
@@ -174,14 +169,14 @@ class Waits:
     def _coordinator(self) -> Late:
         """What the coordinator does; if it waits, too, for whom."""
         names = {key.decode(errors="replace") for key in self._records.list().result()}
-        if "00000.ok" not in names:
+        if f"00000{OK}" not in names:
             return self.describe([0])
-        late = [process for process in range(self._count) if f"{process:05d}.ok" not in names]
+        late = [p for p in range(self._group.count) if f"{p:05d}{OK}" not in names]
         return self.describe(late) if late else Late(1, {0: WORDS[COMMIT]})
 
     def _seen(self, process: int) -> str:
         """What a process does that has not said so: by whether there are files of it."""
-        files = self._folder.child(f"{process:05d}").names(self._context)
+        files = self._attempt.folder.child(f"{process:05d}").names(self._attempt.context)
         return WORDS[WRITE] if files else NOT_BEGUN
 
     def as_told(self) -> Late:
@@ -200,15 +195,21 @@ class Waits:
         return late_note[0]
 
 
+@dataclass(frozen=True)
+class _LateNote:
+    """What the coordinator writes about a `Late`, when it did, and when it will write again."""
+
+    count: int
+    phases: list[tuple[int, str]]
+    again_s: float
+    at: float = 0.0
+
+
 def _late(data: bytes) -> tuple[Late, float] | None:
-    """What the coordinator wrote, which is untrusted, and when it will write again; None if that
-    cannot be read."""
-    known_phases = {NOT_BEGUN, *WORDS.values()}
-    try:
-        note = json.loads(data)
-        count, again_s = int(note["count"]), float(note["again_s"])
-        phases = {int(process): str(phase) for process, phase in note["phases"]}
-    except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
+    """What the coordinator wrote, and when it will write again; None if that cannot be read."""
+    note = parse_note(data, _LateNote)
+    if note is None or not 0 < len(note.phases) <= note.count:
         return None
-    sound = phases and count >= len(phases) and known_phases.issuperset(phases.values())
-    return (Late(count, phases), again_s) if sound else None
+    late = Late(note.count, dict(note.phases))
+    is_known = {NOT_BEGUN, *WORDS.values()}.issuperset(late.phases.values())
+    return (late, note.again_s) if is_known else None

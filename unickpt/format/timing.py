@@ -239,6 +239,9 @@ class Arrivals:
         clock: seconds; for tests.
     """
 
+    extra: Mapping[str, Any] = {FEATURE: {}}
+    """What an index says that there is a timing by."""
+
     def __init__(self, count: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._late = set(range(count))
@@ -248,11 +251,6 @@ class Arrivals:
         """When all were there."""
         self._not_before = np.full(count, -math.inf)
         self._seen = np.full(count, math.inf)
-
-    @property
-    def waiting(self) -> bool:
-        """Whether some records were missing when the coordinator last looked."""
-        return bool(self._late)
 
     def published(self) -> None:
         """The coordinator has published its own record."""
@@ -269,6 +267,10 @@ class Arrivals:
         self._looked = now
         if not self._late:
             self.collected = now
+
+    def encode(self, statistics: Sequence[Mapping[str, float]]) -> dict[str, bytes]:
+        """The timing as it is stored, by its key. As `timing`."""
+        return {TIMING_KEY: encode(self.timing(statistics))}
 
     def timing(self, statistics: Sequence[Mapping[str, float]]) -> Timing:
         """The timing of the save that is merged now.

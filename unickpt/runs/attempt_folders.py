@@ -19,7 +19,6 @@ from unickpt.format.refusals import refuse_unknown
 from unickpt.quoting import first_few
 from unickpt.reading import checkpoint
 from unickpt.storage import errors, local_folders
-from unickpt.storage.local_folders import LOCK_SUFFIX
 from unickpt.storage.locations import Location
 from unickpt.storage.ocdbt import MANIFEST, RETIRED
 
@@ -134,7 +133,7 @@ def remove_empty(location: Location) -> None:
             if os.path.islink(folder.rstrip("/")):
                 break  # the target is not ours
             for entry in os.listdir(folder):
-                if entry.endswith(LOCK_SUFFIX):
+                if entry.endswith(local_folders.LOCK_SUFFIX):
                     os.unlink(os.path.join(folder, entry))
             os.rmdir(folder)
 

@@ -28,7 +28,7 @@ from unickpt.runs.arguments import (
 from unickpt.runs.cleaning import Cleaning
 from unickpt.runs.removal import Removal
 from unickpt.runs.retention import Retention
-from unickpt.runs.run_features import RunFeatures
+from unickpt.runs.run_features import Listener, RunFeatures
 from unickpt.runs.save_triggers import SaveEvery, SaveTriggers, SigtermHandler
 from unickpt.runs.step_folder import StepFolder
 from unickpt.runs.step_loader import StepLoader
@@ -129,9 +129,8 @@ class Checkpointer:
         folder, refused["preemption"] = StepFolder(root), when.preemption or None
         other_roles = roles_of(folder, roles, refused)
         after = after if after is None else step_number(after, "after=")
-        self._steps = Steps(
-            folder, None if local is None else StepFolder(local), other_roles, after
-        )
+        local_folder = None if local is None else StepFolder(local)
+        self._steps = Steps(folder, retention, local_folder, other_roles, after)
         self._queue = SaveQueue()
         self._features = RunFeatures(self._options, self._steps.first, self._queue.wait_ended)
         self._fences = fences_of(optimizers, self._queue.fence)
@@ -139,16 +138,12 @@ class Checkpointer:
         if when.preemption:
             self._sigterm = SigtermHandler(self._triggers.request_stop)
             weakref.finalize(self, self._sigterm.remove).atexit = False
-        retires = self._features.need_steps_before
-        self._cleaning = Cleaning(self._steps, retention, retires=retires)
+        self._cleaning = Cleaning(self._steps, retires=self._features.need_steps_before)
         self._copying: Copying | None = None
         if local is not None:
-            report = self._queue.errors.add
-            self._copying = Copying(self._steps, self._cleaning, self._options, report)
-        self._removal = Removal(
-            *(self._steps, self._cleaning, self._features, self._queue.forget),
-            fsync=self._options.fsync,
-        )
+            self._copying = Copying(self._steps, self._cleaning, self._queue.errors, self._options)
+        run = self._steps, self._cleaning, self._features, self._queue
+        self._removal = Removal(*run, fsync=self._options.fsync)
         self._closed = False
         self.loaded_step: int | None = None
         """The step that `load` returned."""
@@ -236,7 +231,7 @@ class Checkpointer:
             keywords = {} if tokens is None else {"tokens": tokens}
             is_coordinator = group.index == 0
             call = SaveCall(step, metrics if is_coordinator else None, keywords, is_coordinator)
-            options, more, listeners = self._options, dict[str, Any](), list[Any]()
+            options, more, listeners = self._options, dict[str, Any](), list[Listener]()
             if self._features.of_run:
                 options, more, listeners = self._features.before_save(call)
             if call.keywords:
@@ -245,16 +240,14 @@ class Checkpointer:
                 )
             parts = self._steps, self._cleaning, self._copying
             save = StepSave(*parts, call, overwrite, listeners)
-            owners = None
-            if self._fences:
-                owners = {owner for fence in self._fences for owner in fence.owners()}
+            owners = {owner for fence in self._fences for owner in fence.owners()}
             request = SaveRequest(
                 self._steps.first.location_of(step),
                 tree,
-                options if changed is None else knowing(options, changed, self._reuses),
+                knowing(options, changed, self._reuses),
                 overwrite,
                 metadata=partial(save.metadata, metadata, more),
-                owners=owners,
+                owners=owners if self._fences else None,
                 callbacks=save.callbacks(),
                 find_base=partial(find_base, self._steps, self._reuses),
                 waits=wait,
@@ -362,8 +355,7 @@ class Checkpointer:
         if step is None and self.loaded_step is None:
             raise ValueError("no step was loaded; give the step: drop_later_steps(step)")
         last_step = step_number(self.loaded_step if step is None else step)
-        group = self._group()
-        return self._removal.drop_later(last_step, group, self._drain)
+        return self._removal.drop_later(last_step, self._group(), self._drain)
 
     def delete(self, step: int) -> None:
         """Removes a step, even if a rule such as `keep_last` keeps it.
@@ -381,8 +373,7 @@ class Checkpointer:
             StorageError: the storage failed.
         """
         self._check_open()
-        group = self._group()
-        self._removal.delete(step_number(step), group, self._drain)
+        self._removal.delete(step_number(step), self._group(), self._drain)
 
     # --- finding and loading -------------------------------------------------------------------
 

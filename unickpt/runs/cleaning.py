@@ -5,11 +5,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 
 from unickpt.errors import StorageError, UnsupportedFormat
 from unickpt.runs import attempt_folders
-from unickpt.runs.attempt_folders import Needed, Unremoved
-from unickpt.runs.retention import Retention
 from unickpt.runs.step_folder import StepFolder
 from unickpt.runs.steps import Newer, Steps, TierVersions
 from unickpt.storage import paths
@@ -23,40 +22,15 @@ class Cleaning:
 
     Arguments:
         steps: of the run.
-        retention: which steps to keep.
         retires: whether a step that others borrow from is removed as well, all but its files.
     """
 
-    def __init__(self, steps: Steps, retention: Retention, *, retires: bool = False) -> None:
-        self._steps, self._retention, self._retires = steps, retention, retires
+    def __init__(self, steps: Steps, *, retires: bool = False) -> None:
+        self._steps, self._retires = steps, retires
         self._retired: dict[StepFolder, set[tuple[int, str]]] = {}  # of each, after a first look
-        self._work = SerialExecutor(
-            "unickpt clean", lambda error: _log.warning("cleaning up: %s", error)
-        )
-        self._metrics: dict[int, Mapping[str, float]] = {}
+        self._work = SerialExecutor("unickpt clean", partial(_log.warning, "cleaning up: %s"))
         self._left: dict[tuple[StepFolder, int], Sequence[str]] = {}  # attempts of removed steps
         self._reported: set[tuple[StepFolder, int]] = set()
-        self._is_rated = False
-        self._newest: int | None = None  # the step that was saved last
-        self.own: set[str] = set()
-        """Attempts of this process that were committed in the local tier."""
-        self.copied: set[str] = set()
-        """Versions that are complete in the root."""
-
-    def check_rated(self, metrics: Mapping[str, float]) -> None:
-        """Refuses the first save of a run without the metric by which the best steps are kept:
-        without it in any, none would be.
-
-        Raises:
-            ValueError: says how to give it.
-        """
-        if not self._is_rated and not self._retention.rates(metrics):
-            is_first = True
-            with suppress(StorageError):  # the save will find out
-                is_first = not any(folder.committed() for folder in self._steps.all)
-            if is_first:
-                raise ValueError(self._retention.how_to_rate(metrics))
-        self._is_rated = True
 
     def start(self) -> None:
         """Cleans in the background, after what was started before."""
@@ -66,18 +40,6 @@ class Cleaning:
         """Waits until nothing is left to clean; raises nothing."""
         self._work.wait()
 
-    def committed(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Records a step that was saved, and its metrics."""
-        self._newest, self._metrics[step] = step, metrics
-
-    def forget(self, step: int) -> None:
-        """Records that a step was removed."""
-        self._metrics.pop(step, None)
-
-    def forget_metrics(self) -> None:
-        """Records that another job may have replaced steps."""
-        self._metrics.clear()
-
     def clean(self) -> None:
         """Removes the steps that no rule keeps, and copied steps from the local tier."""
         if self._left:
@@ -86,21 +48,17 @@ class Cleaning:
         root_steps = root.committed()
         # Only by the steps in the root: a step that is not copied yet must not remove another
         # there.
-        expendable = set(self.expendable(root_steps))
+        expendable = set(self._steps.expendable(root_steps))
         if self._steps.local is not None:
             self._clean_local(self._steps.local, root_steps, expendable)
         self._remove_from(dict.fromkeys(expendable, (root,)))
 
     def remove(self, steps: Collection[int]) -> None:
         """Removes steps from both tiers, also those that rules keep; but no step that is in use or
-        that others borrow from, unless it can be retired."""
+        that others borrow from, unless it can be retired. If a version stays, which does not count,
+        so do the others."""
         steps_by_folder = {folder: set(folder.committed()) for folder in self._steps.all}
-        holders = {
-            step: [f for f in self._steps.all if step in steps_by_folder[f]] for step in steps
-        }
-        # Each version that does not count first; if one stays, so do the others.
-        newest_last = self._steps.newest_last
-        self._remove_from({step: newest_last(step, folders) for step, folders in holders.items()})
+        self._remove_from({step: self._steps.newest_last(step, steps_by_folder) for step in steps})
 
     def _remove_from(self, folders: Mapping[int, Sequence[StepFolder]]) -> None:
         """Removes steps, each from some folders; and what is left of retired ones."""
@@ -108,7 +66,7 @@ class Cleaning:
         for step in sorted(folders, reverse=True):
             with self._steps.in_use.removing(step) as is_free:
                 if is_free and all(self._remove(folder, step) for folder in folders[step]):
-                    self.forget(step)
+                    self._steps.removed(step)
         for folder in self._steps.all:
             self._remove_retired(folder)
 
@@ -127,7 +85,7 @@ class Cleaning:
             folder.remove(step)
             _log.info("removed %s", folder.path(step))
             return True
-        except Needed:
+        except attempt_folders.Needed:
             if not (retires or self._retires):
                 return False
             digest = folder.retire(step)
@@ -137,9 +95,9 @@ class Cleaning:
             return True
         except (StorageError, UnsupportedFormat) as error:
             self._tell(folder, step, error)
-            if isinstance(error, Unremoved):
+            if isinstance(error, attempt_folders.Unremoved):
                 self._left[folder, step] = error.attempts
-            return isinstance(error, Unremoved)
+            return isinstance(error, attempt_folders.Unremoved)
 
     def _tell(self, folder: StepFolder, step: int, error: Exception) -> None:
         """Says once that a step cannot be removed."""
@@ -163,7 +121,7 @@ class Cleaning:
         """Removes what earlier removals have left."""
         context = paths.context()
         for (folder, step), attempts in list(self._left.items()):
-            with self._steps.in_use.removing(step) as is_free, suppress(Unremoved):
+            with self._steps.in_use.removing(step) as is_free, suppress(attempt_folders.Unremoved):
                 if is_free:
                     attempt_folders.remove_attempts(folder.location_of(step), attempts, context)
                     attempt_folders.check_removed(folder.location_of(step), attempts, context)
@@ -178,7 +136,8 @@ class Cleaning:
                 stay, are taken out.
         """
         local_steps = local.committed()
-        expendable = set(self.expendable([*root_steps, *local_steps])) - {*local_steps[-1:]}
+        expendable = set(self._steps.expendable([*root_steps, *local_steps]))
+        expendable -= {*local_steps[-1:]}
         for step in reversed(local_steps):
             with self._steps.in_use.removing(step) as is_free:
                 if is_free:
@@ -194,10 +153,10 @@ class Cleaning:
         version = versions.local
         if version is None:
             return
-        if versions.newer is Newer.ROOT and version.attempt not in self.own:
+        if versions.newer is Newer.ROOT and version.attempt not in self._steps.own_attempts:
             self._remove_stale(local, step, versions)
             return
-        is_copied = versions.newer is Newer.SAME and version.name in self.copied
+        is_copied = versions.newer is Newer.SAME and version.name in self._steps.copied_versions
         if versions.newer is Newer.LOCAL and versions.root is not None:
             # First the version that it replaces, which would count again.
             is_expendable = is_expendable and step in in_root
@@ -234,24 +193,3 @@ class Cleaning:
         where = self._steps.root.location
         _log.warning("removing %s, which is %s in %s", local.path(step), versions.fault, where)
         self._remove(local, step, retires=True)
-
-    def expendable(self, steps: Collection[int]) -> list[int]:
-        """Those of some committed steps, all of the root or of both tiers, that no rule keeps."""
-        metrics = self.metrics(steps)
-        # The step just saved stays, even if a step of another run has a higher number.
-        protected = () if self._newest is None else (self._newest,)
-        if self._steps.roles is not None:
-            return self._steps.roles.expendable(self._retention, metrics, protected)
-        return self._retention.expendable(metrics, protected)
-
-    def metrics(self, steps: Collection[int]) -> dict[int, Mapping[str, float]]:
-        """The metrics of committed steps, as far as rules need them."""
-        root, local = self._steps.root, self._steps.local
-        for step in set(steps) - self._metrics.keys() if self._retention.keep_best else ():
-            folder = root
-            if local is not None:  # from the current version, or the only one
-                versions = self._steps.versions(step)
-                is_local = versions.newer is Newer.LOCAL or versions.root is None
-                folder = local if is_local else root
-            self._metrics[step] = folder.metrics(step)
-        return {step: self._metrics.get(step, {}) for step in steps}

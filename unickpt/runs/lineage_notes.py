@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from unickpt.commit.messages import parse_note
 from unickpt.commit.version import Version, version_at
 from unickpt.runs import attempt_folders
 from unickpt.storage import errors, paths
@@ -78,12 +79,8 @@ def read(step: Location, version: Version) -> Lineage:
 def _recorded(step: Location, attempt: str) -> Lineage:
     notes = _notes(step, attempt).store(paths.context())
     copied = notes.read(_COPIED).result().state == "value"
-    read = notes.read(_NOTE).result()
-    try:
-        note = json.loads(read.value) if read.state == "value" else {}
-        return Lineage(tuple(map(str, note["supersedes"])), frozenset(note["follows"]), copied)
-    except (ValueError, KeyError, TypeError, RecursionError):
-        return Lineage(copied=copied)  # missing, or damaged and treated as missing
+    lineage = parse_note(notes.read(_NOTE).result().value, Lineage)
+    return replace(lineage or Lineage(), copied=copied)  # damaged is treated as missing
 
 
 def _write(step: Location, attempt: str, name: str, data: bytes, fsync: bool) -> None:

@@ -21,10 +21,8 @@ from unickpt.commit import borrowers, version
 from unickpt.commit.lease import Lease, holder
 from unickpt.errors import UnsupportedFormat
 from unickpt.format import borrowed
-from unickpt.format.borrowed import MARKS
 from unickpt.format.refusals import refuse_unknown
 from unickpt.runs import attempt_folders
-from unickpt.runs.attempt_folders import FOLDER, attempts_in_use
 from unickpt.storage import data_files, errors, export_leftovers, local_folders, locations, paths
 from unickpt.storage.local_folders import LOCK_SUFFIX, StoredFile
 from unickpt.storage.locations import Location
@@ -41,7 +39,7 @@ _OURS = (
     r"(\d{5,9}/(d|reused)/[^/]+|root/([0-9a-f]{16}/)?[^/]+"
     r"|borrowed/(manifest\.ocdbt[^/]*|d/[^/]+)|(records|notes|borrowers)/[^/]+)"
 )
-_BELOW = f"{FOLDER}/"
+_BELOW = f"{attempt_folders.FOLDER}/"
 
 UNFINISHED = "unfinished"
 UNUSED = "unused"
@@ -90,12 +88,13 @@ def search(location: Location, context: ts.Context) -> Iterator[Orphan]:
     if location.is_local:
         yield from _of_exports(location.path)
     for name, files in _files_by_folder(location, context).items():
-        yield from _in_folder(name, location.child(name) if name else location, files, context)
+        folder = location.child(name) if name else location
+        yield from _SearchedFolder(name, folder, files, context).orphans()
 
 
 def _files_by_folder(location: Location, context: ts.Context) -> dict[str, list[StoredFile]]:
     """See `locations.files_by_folder`; those of a checkpoint's own folder are all that it has."""
-    files = locations.files_by_folder(location, FOLDER, context)
+    files = locations.files_by_folder(location, attempt_folders.FOLDER, context)
     if not location.is_local and any(file.name.startswith(_BELOW) for file in files[""]):
         nested_files = [(name, file) for name in files if name for file in files[name]]
         files[""] += [file._replace(name=f"{name}/{file.name}") for name, file in nested_files]
@@ -106,68 +105,97 @@ def _of_exports(folder: str) -> Iterator[Orphan]:
     """What killed exports left in a local folder."""
     for name, export_name, is_missing in export_leftovers.left_in(folder):
         files = list(local_folders.walk_all(os.path.join(folder, name)))
-        age_s = min((f.age_s for f in files if f.age_s is not None), default=None)
         count = sum(not f.name.endswith("/") for f in files)
-        nbytes = sum(f.nbytes or 0 for f in files)
-        yield Orphan(name, REPLACED if is_missing else EXPORT, count, nbytes, age_s, (export_name,))
+        kind = REPLACED if is_missing else EXPORT
+        yield Orphan(name, kind, count, *_size_and_age(files), (export_name,))
 
 
-def _in_folder(
-    name: str, location: Location, files: Sequence[StoredFile], context: ts.Context
-) -> Iterator[Orphan]:
-    """The orphans in the folder of one checkpoint, committed or not; none if it needs what this
-    program does not know."""
-    try:
-        orphans = list(_orphans_in(name, location, files, context))
-        if any(file.name == MANIFEST for file in files) and orphans:
-            refuse_unknown(location, context)
-        yield from orphans
-    except UnsupportedFormat as error:
-        _log.warning("nothing of it is cleaned: %s", error)
+class _SearchedFolder:
+    """The folder of one checkpoint, committed or not.
 
+    Arguments:
+        name: of the folder, below the one that is searched; empty for that one itself.
+        location: its location.
+        files: in it.
+        context: for the storage.
+    """
 
-def _orphans_in(
-    name: str, location: Location, files: Sequence[StoredFile], context: ts.Context
-) -> Iterator[Orphan]:
-    prefix = f"{name}/" if name else ""
-    own_files = [f for f in files if not f.name.startswith(".") and not _is_lock(f.name)]
-    below = [f for f in own_files if f.name.startswith(_BELOW)]
-    attempts = _attempts(below)
-    if any(f.name.startswith(RETIRED) for f in own_files):
-        yield from _unneeded_retired(prefix, location, attempts, context)
-    if any(f.name == MANIFEST for f in own_files):
-        for attempt in _unused_attempts(location, attempts, context):
-            yield _orphan(prefix, UNUSED, location, {attempt: attempts[attempt]}, context)
-        for file in files:
-            if _is_lock(file.name) and file.name.startswith(MANIFEST):
-                yield _lock(prefix, file)
-        for lock in locks_of_marks(location, attempts, context):
-            yield replace(lock, name=prefix + lock.name)
-    elif attempts and len(below) == len(own_files) and all(map(_all_ours, attempts.values())):
-        yield _orphan(prefix, UNFINISHED, location, attempts, context)
+    def __init__(
+        self, name: str, location: Location, files: Sequence[StoredFile], context: ts.Context
+    ) -> None:
+        self._prefix = f"{name}/" if name else ""
+        self._location, self._files, self._context = location, files, context
+        self._own = [f for f in files if not f.name.startswith(".") and not _is_lock(f.name)]
+        self._below = [f for f in self._own if f.name.startswith(_BELOW)]
+        self._attempts = _attempts(self._below)
+        self._is_committed = any(f.name == MANIFEST for f in self._own)
 
+    def orphans(self) -> list[Orphan]:
+        """The orphans in it; none if it needs what this program does not know."""
+        try:
+            orphans = list(self._search())
+            if self._is_committed and orphans:
+                refuse_unknown(self._location, self._context)
+            return orphans
+        except UnsupportedFormat as error:
+            _log.warning("nothing of it is cleaned: %s", error)
+            return []
 
-def _unneeded_retired(
-    prefix: str,
-    location: Location,
-    attempts: Mapping[str, Sequence[StoredFile]],
-    context: ts.Context,
-) -> Iterator[Orphan]:
-    """The retired steps in a folder that nothing borrows from any more."""
-    committed = list[str]()
-    if location.has_file(MANIFEST, context):
-        committed = attempt_folders.attempts_of_checkpoint(location, context)
-    for digest in location.child(RETIRED).folders(context):
-        manifest = borrowed.retired_manifest(location, digest, context)
-        attempt = "" if manifest is None else version.version_of(manifest).attempt
-        files = attempts.get(attempt, ())
-        if attempt in committed or not files or not _all_ours(files):
-            continue
-        if manifest is None or not _is_known(location, manifest, context):
-            continue
-        if not borrowers.need_retired(location, digest, context):
-            orphan = _orphan(prefix, RETIRED_STEP, location, {attempt: files}, context)
-            yield replace(orphan, name=f"{prefix}{RETIRED}/{digest}")
+    def _search(self) -> Iterator[Orphan]:
+        location, attempts, context = self._location, self._attempts, self._context
+        if any(f.name.startswith(RETIRED) for f in self._own):
+            yield from self._unneeded_retired()
+        if self._is_committed:
+            for attempt in self._unused():
+                yield self._orphan(UNUSED, {attempt: attempts[attempt]})
+            for file in self._files:
+                if _is_lock(file.name) and file.name.startswith(MANIFEST):
+                    yield _lock(self._prefix, file)
+            for lock in locks_of_marks(location, attempts, context):
+                yield replace(lock, name=self._prefix + lock.name)
+        elif (
+            attempts
+            and len(self._below) == len(self._own)
+            and all(map(_all_ours, attempts.values()))
+        ):
+            yield self._orphan(UNFINISHED, attempts)
+
+    def _unused(self) -> list[str]:
+        """The attempts to save a checkpoint that another attempt committed."""
+        if len(self._attempts) < 2:
+            return []  # a single one must be the one that made the checkpoint
+        refuse_unknown(self._location, self._context)
+        used = attempt_folders.attempts_in_use(self._location, self._context)
+        return [n for n, files in self._attempts.items() if n not in used and _all_ours(files)]
+
+    def _unneeded_retired(self) -> Iterator[Orphan]:
+        """The retired steps in a folder that nothing borrows from any more."""
+        location, context, committed = self._location, self._context, list[str]()
+        if location.has_file(MANIFEST, context):
+            committed = attempt_folders.attempts_of_checkpoint(location, context)
+        for digest in location.child(RETIRED).folders(context):
+            manifest = borrowed.retired_manifest(location, digest, context)
+            attempt = "" if manifest is None else version.version_of(manifest).attempt
+            files = self._attempts.get(attempt, ())
+            if manifest is None or attempt in committed or not files or not _all_ours(files):
+                continue
+            try:
+                refuse_unknown(location, context, manifest)
+            except UnsupportedFormat as error:
+                _log.warning("a retired checkpoint is not cleaned: %s", error)
+                continue
+            if not borrowers.need_retired(location, digest, context):
+                orphan = self._orphan(RETIRED_STEP, {attempt: files})
+                yield replace(orphan, name=f"{self._prefix}{RETIRED}/{digest}")
+
+    def _orphan(self, kind: str, attempts: Mapping[str, Sequence[StoredFile]]) -> Orphan:
+        paths = tuple(f"{self._prefix}{_BELOW}{attempt}" for attempt in sorted(attempts))
+        name = paths[0] if kind == UNUSED else self._prefix.rstrip("/") or "."
+        parts = [f for files in attempts.values() for f in files]
+        files = [f for f in parts if f.name and f.name[-1] != "/"]
+        is_unsized = any(f.nbytes is None for f in files)
+        size_and_age = _size_by_names(parts) if is_unsized else _size_and_age(parts)
+        return Orphan(name, kind, len(files), *size_and_age, paths)
 
 
 def locks_of_marks(
@@ -180,35 +208,15 @@ def locks_of_marks(
         attempts: in its folder.
         context: for the storage.
     """
-    for folder in (f"{_BELOW}{attempt}/{MARKS}" for attempt in attempts if location.is_local):
+    marks = (f"{_BELOW}{attempt}/{borrowed.MARKS}" for attempt in attempts)
+    for folder in marks if location.is_local else ():
         for file in locations.files_by_folder(location.child(folder), "", context)[""]:
             if _is_lock(file.name):
                 yield _lock(f"{folder}/", file)
 
 
-def _is_known(location: Location, manifest: bytes, context: ts.Context) -> bool:
-    """Whether a retired checkpoint needs nothing that this program does not know."""
-    try:
-        refuse_unknown(location, context, manifest)
-    except UnsupportedFormat as error:
-        _log.warning("a retired checkpoint is not cleaned: %s", error)
-        return False
-    return True
-
-
 def _lock(prefix: str, file: StoredFile) -> Orphan:
     return Orphan(prefix + file.name, LOCK, 1, file.nbytes or 0, file.age_s)
-
-
-def _unused_attempts(
-    location: Location, attempts: Mapping[str, Sequence[StoredFile]], context: ts.Context
-) -> list[str]:
-    """The attempts to save a checkpoint that another attempt committed."""
-    if len(attempts) < 2:
-        return []  # a single one must be the one that made the checkpoint
-    refuse_unknown(location, context)
-    used = set(attempts_in_use(location, context))
-    return [name for name, files in attempts.items() if name not in used and _all_ours(files)]
 
 
 def _is_lock(name: str) -> bool:
@@ -239,25 +247,10 @@ def _is_ours(file: StoredFile) -> bool:
     return re.fullmatch(_OURS, file.name.removesuffix(LOCK_SUFFIX)) is not None
 
 
-def _orphan(
-    prefix: str,
-    kind: str,
-    location: Location,
-    attempts: Mapping[str, Sequence[StoredFile]],
-    context: ts.Context,
-) -> Orphan:
-    paths = tuple(f"{prefix}{_BELOW}{attempt}" for attempt in sorted(attempts))
-    name = paths[0] if kind == UNUSED else prefix.rstrip("/") or "."
-    parts = [f for files in attempts.values() for f in files]
-    files = [f for f in parts if f.name and f.name[-1] != "/"]
-    if any(f.nbytes is None for f in files):
-        nbytes, age_s = _size_by_names(
-            f for attempt_files in attempts.values() for f in attempt_files
-        )
-    else:
-        nbytes = sum(f.nbytes or 0 for f in files)
-        age_s = min((f.age_s for f in parts if f.age_s is not None), default=None)
-    return Orphan(name, kind, len(files), nbytes, age_s, paths)
+def _size_and_age(files: Sequence[StoredFile]) -> tuple[int, float | None]:
+    """The bytes of files, and seconds since the last was written."""
+    age_s = min((f.age_s for f in files if f.age_s is not None), default=None)
+    return sum(f.nbytes or 0 for f in files), age_s
 
 
 def _size_by_names(files: Iterable[StoredFile]) -> tuple[int, float | None]:
@@ -347,9 +340,10 @@ def clean(root: paths.PathLike, orphans: Sequence[Orphan]) -> list[Orphan]:
             now = {orphan.name: orphan for orphan in search(location, context)}
             for orphan in orphans:
                 current = now.get(orphan.name)
-                if current is None or current.is_recent or not _is_same(current, orphan):
+                if current is None or current.is_recent:
                     continue
-                if _remove(location, orphan, context):
+                is_same = replace(current, age_s=orphan.age_s) == orphan
+                if is_same and _remove(location, orphan, context):
                     removed.append(orphan)
     finally:
         lease.give_back()
@@ -369,7 +363,7 @@ def remove_crashed(step: Location, whole: Collection[str] | None, session: str =
     context = paths.context()
     if whole is None:
         files = _files_by_folder(step, context)[""]
-        orphans = list(_in_folder("", step, files, context))
+        orphans = _SearchedFolder("", step, files, context).orphans()
         if all(file.name.endswith("/") or _is_lock(file.name) for file in files) and not orphans:
             attempt_folders.remove_empty(step)
     else:
@@ -383,17 +377,12 @@ def remove_crashed(step: Location, whole: Collection[str] | None, session: str =
         _remove(step, orphan, context)
 
 
-def _is_same(a: Orphan, b: Orphan) -> bool:
-    return (a.kind, a.files, a.nbytes, a.attempts) == (b.kind, b.files, b.nbytes, b.attempts)
-
-
 def _lease_location(location: Location) -> Location:
     """The folder whose lease covers this one: for a step, the run's folder."""
     parent = location.parent
-    if parent is not None and Lease.was_taken(parent):
-        context = paths.context()
-        if attempt_folders.holds_checkpoint_parts(location, context):
-            return parent
+    is_step = attempt_folders.holds_checkpoint_parts
+    if parent is not None and Lease.was_taken(parent) and is_step(location, paths.context()):
+        return parent
     return location
 
 
@@ -405,13 +394,12 @@ def _remove(location: Location, orphan: Orphan, context: ts.Context) -> bool:
     if orphan.kind in (EXPORT, REPLACED):
         _remove_of_export(location.path, orphan)
         return True
-    folder = orphan.attempts[0].partition(f"{attempt_folders.FOLDER}/")[0]
+    folder = orphan.attempts[0].partition(_BELOW)[0]
     names = [path.rpartition("/")[2] for path in orphan.attempts]
     checkpoint_location = location.child(folder) if folder else location
     if orphan.kind == RETIRED_STEP:
-        return attempt_folders.remove_retired(
-            checkpoint_location, orphan.name.rpartition("/")[2], context
-        )
+        digest = orphan.name.rpartition("/")[2]
+        return attempt_folders.remove_retired(checkpoint_location, digest, context)
     # Under which saves commit, after a look at their files.
     with locations.manifest_locked(checkpoint_location, _LOCK_S):
         if checkpoint_location.has_file(MANIFEST, context) and not set(names).isdisjoint(
@@ -419,7 +407,7 @@ def _remove(location: Location, orphan: Orphan, context: ts.Context) -> bool:
         ):
             return False
         for name in names:
-            checkpoint_location.child(f"{attempt_folders.FOLDER}/{name}").remove(context)
+            checkpoint_location.child(f"{_BELOW}{name}").remove(context)
     attempt_folders.remove_empty(checkpoint_location)
     return True
 

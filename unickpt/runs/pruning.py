@@ -75,7 +75,8 @@ class PruneRun:
             )
         folder = StepFolder(root)
         other_roles = roles_of(folder, roles, {"local": local})
-        self._steps = Steps(folder, None if local is None else StepFolder(local), other_roles)
+        local_folder = None if local is None else StepFolder(local)
+        self._steps = Steps(folder, retention, local_folder, other_roles)
         self._retention = retention
 
     @property
@@ -87,9 +88,8 @@ class PruneRun:
         """
         for folder in self._steps.all:
             with errors.reading(folder.location):
-                owner = holder(folder.location)
-            if owner is not None:
-                return owner
+                if (owner := holder(folder.location)) is not None:
+                    return owner
         return None
 
     def plan(self) -> PrunePlan:
@@ -102,15 +102,15 @@ class PruneRun:
             StorageError: a storage failed.
         """
         self._steps.root.check_no_checkpoint()
-        cleaning = Cleaning(self._steps, self._retention)
+        self._steps.known_metrics.clear()  # another job may have replaced steps since
         steps, root_steps = self._steps.committed(), self._steps.root.committed()
         if not steps:
             raise CheckpointNotFound(f"no step is committed in {self._steps.root.location}")
-        metrics = cleaning.metrics(steps)
+        metrics = self._steps.metrics(steps)
         self._check_metric(metrics)
         # A step that is not copied yet removes none from the root.
-        expendable = set(cleaning.expendable(steps))
-        expendable -= {*root_steps} - {*cleaning.expendable(root_steps)}
+        expendable = set(self._steps.expendable(steps))
+        expendable -= {*root_steps} - {*self._steps.expendable(root_steps)}
         unknown = self._unknown(expendable)
         expendable -= unknown.keys()
         removed, borrowed = self._unneeded(expendable, retires=self._leaves_out(steps[-1]))
@@ -122,11 +122,12 @@ class PruneRun:
             if step in removed:
                 continue
             rules = [rule for rule, among in kept_by.items() if step in among]
-            needing = (
-                [f"{first_few(borrowed.pop(step))} borrow from it"] if step in borrowed else []
-            )
-            needing += [unknown[step]] if step in unknown else []
-            reasons[step] = [*rules, *needing] or [self._other_reason(step, root_steps)]
+            if step in borrowed:
+                rules.append(f"{first_few(borrowed.pop(step))} borrow from it")
+            if step in unknown:
+                rules.append(unknown[step])
+            newest = f"the newest in the {'root' if step in root_steps else 'local tier'}"
+            reasons[step] = rules or [newest if roles is None else "another role may be saving it"]
         return PrunePlan(sorted(removed), borrowed, reasons)
 
     def remove(self, plan: PrunePlan) -> list[int]:
@@ -147,7 +148,7 @@ class PruneRun:
                 folder.lease.take()
             going = sorted({*plan.removed} & {*self.plan().removed})
             retires = self._leaves_out(max(self._steps.committed()))
-            Cleaning(self._steps, self._retention, retires=retires).remove(going)
+            Cleaning(self._steps, retires=retires).remove(going)
             left = self._steps.committed()
             return [step for step in going if step not in left]
         finally:
@@ -157,9 +158,7 @@ class PruneRun:
         """Refuses to keep the best steps by a metric that none has: all would be removed."""
         retention = self._retention
         if not any(map(retention.rates, metrics.values())):
-            names = first_few(
-                sorted({name for step_metrics in metrics.values() for name in step_metrics})
-            )
+            names = first_few(sorted(set[str]().union(*metrics.values())))
             raise ValueError(
                 f"no step in {self._steps.root.location} has metric={retention.metric!r}, by which "
                 f"keep_best={retention.keep_best} keeps steps; they have {names or 'no metrics'}"
@@ -198,9 +197,3 @@ class PruneRun:
             if retires or not names:
                 removed.add(step)
         return removed, borrowed
-
-    def _other_reason(self, step: int, root_steps: Collection[int]) -> str:
-        """Why a step stays that no rule keeps."""
-        if self._steps.roles is not None:
-            return "another role may be saving it"
-        return "the newest in the root" if step in root_steps else "the newest in the local tier"

@@ -25,6 +25,7 @@ from unickpt.runs.roles import Roles
 from unickpt.runs.run_features import RunFeatures
 from unickpt.runs.step_folder import PROBE, StepFolder
 from unickpt.runs.steps import Steps
+from unickpt.saving.background import SaveQueue
 from unickpt.storage import paths
 from unickpt.storage.locations import Location
 
@@ -37,8 +38,7 @@ class Removal:
     What rules such as `keep_last` no longer keep is removed by `cleaning`.
 
     Arguments:
-        steps, cleaning, features: of the run.
-        forget: called if the step that was saved or loaded last is removed.
+        steps, cleaning, features, queue: of the run.
         fsync: whether records must survive a power failure.
     """
 
@@ -47,12 +47,12 @@ class Removal:
         steps: Steps,
         cleaning: Cleaning,
         features: RunFeatures,
-        forget: Callable[[], None],
+        queue: SaveQueue,
         *,
         fsync: bool,
     ) -> None:
         self._steps, self._cleaning, self._features = steps, cleaning, features
-        self._forget, self._fsync = forget, fsync
+        self._queue, self._fsync = queue, fsync
         self._where = steps.root.location
         self._has_removed_abandoned = False
         self.is_due = True
@@ -80,10 +80,8 @@ class Removal:
     def delete(self, step: int, group: Group, drain: Callable[[], None]) -> None:
         """Removes one step; see `Checkpointer.delete`. Arguments as for `drop_later`."""
         check_same_step(group, self._where, "delete", step)
-        is_in_flight = self.is_in_flight(step)
-        if group.count > 1:  # a save does not end at one moment on all of them
-            is_in_flight = group.agree(int(is_in_flight)) > 0
-        if is_in_flight:
+        # A save does not end at one moment on all of them.
+        if agreed(group, int(self.is_in_flight(step))):
             raise SaveConflict(f"{self._steps.path(step)} is being saved; call wait() first")
         self._settled(step, group, drain)
         self._remove([step], f"remove step {step}", group)
@@ -109,7 +107,7 @@ class Removal:
         self._features.removed(steps)
         if self._steps.recent in steps:
             self._steps.recent = newest
-            self._forget()
+            self._queue.forget()
 
     def before_save(self, group: Group) -> None:
         """Removes, before the first save, what no step of this run may come after: steps that
@@ -120,15 +118,13 @@ class Removal:
         self._remove_abandoned(group)
         if steps.after is not None:
             self.check_after()
-            self._remove(steps.abandoned(), f"remove the steps after {steps.after}", group)
+            unseen = {s for f in steps.all for s in f.committed() if not steps.sees(f, s)}
+            self._remove(unseen, f"remove the steps after {steps.after}", group)
         if roles is not None:
             is_needed = group.index == 0 and bool(roles.behind or roles.apart)
-            if group.count > 1:
-                is_needed = group.agree(int(is_needed)) > 0
-            if is_needed:
-                work = partial(self._part_from, roles)
+            if agreed(group, int(is_needed)):
                 what = "remove the steps that other roles lack"
-                on_process_0(group, self._where, what, work)
+                on_process_0(group, self._where, what, partial(self._part_from, roles))
             roles.behind = []
         self.is_due = False
 
@@ -183,19 +179,17 @@ class Removal:
             SaveConflict: another job saves here, or another step has chunks in one of them.
             StorageError: a storage failed.
         """
-        folders = self._steps.all
-        for folder in folders:
+        for folder in self._steps.all:
             folder.lease.take()
-        steps_by_folder = {folder: folder.committed() for folder in folders}
+        steps_by_folder = {folder: folder.committed() for folder in self._steps.all}
         for step in sorted(steps, reverse=True):
-            holders = [folder for folder in folders if step in steps_by_folder[folder]]
+            holders = [folder for folder, others in steps_by_folder.items() if step in others]
             for folder in holders:  # from all of them, or from none
                 attempt_folders.check_unneeded(folder.location_of(step), paths.context())
             self._keep_later(step, steps)
-            for folder in self._steps.newest_last(step, holders):
+            for folder in self._steps.newest_last(step, steps_by_folder):
                 _log.info("removing %s", folder.path(step))
                 folder.remove(step)
-            self._cleaning.forget(step)
             self._steps.removed(step)
         self._steps.newest.clear()
 
@@ -222,14 +216,18 @@ class Removal:
             if versions.is_abandoned or lineage.follows is None or next_newest is None:
                 continue
             new_lineage = replace(lineage, follows=lineage.follows | {next_newest.name})
-            attempt = versions.local.attempt
-            lineage_notes.record(local.location_of(step), attempt, new_lineage, fsync=self._fsync)
+            place = local.location_of(step), versions.local.attempt
+            lineage_notes.record(*place, new_lineage, fsync=self._fsync)
+
+
+def agreed(group: Group, value: int) -> int:
+    """The maximum of the values of all processes, which all call this; that of one alone."""
+    return group.agree(value) if group.count > 1 else value
 
 
 def barrier(group: Group) -> None:
     """Waits until all processes call this."""
-    if group.count > 1:
-        group.agree(0)
+    agreed(group, 0)
 
 
 def check_same_step(group: Group, where: Location, call: str, step: int) -> None:
@@ -238,10 +236,8 @@ def check_same_step(group: Group, where: Location, call: str, step: int) -> None
     Raises:
         CoverageError: on all processes, if they do not.
     """
-    if group.count == 1:
-        return
-    highest = group.agree(step)
-    if group.agree(int(step != highest)):
+    highest = agreed(group, step)
+    if agreed(group, int(step != highest)):
         other = f"another with {highest}" if step != highest else "another with an earlier one"
         me = named(members_of(group), [group.index])
         raise CoverageError(
@@ -263,8 +259,7 @@ def on_process_0(group: Group, where: Location, what: str, work: Callable[[], ob
             work()
         except Exception as raised:
             error = raised
-    failed = group.agree(int(error is not None)) if group.count > 1 else error is not None
-    if failed:
+    if agreed(group, int(error is not None)):
         first = named(members_of(group), [0])
         raise error or ProcessFailed(f"{where}: {first} could not {what}; see the error of {first}")
 

@@ -112,21 +112,17 @@ class Retention:
         if self.keep_every is not None:
             every = {step for step in ordered if step % self.keep_every == 0}
             steps_by_rule[f"keep_every={self.keep_every}"] = every
-        if self.keep_best is not None:
-            steps_by_rule[f"keep_best={self.keep_best} by {self.metric}"] = set(self._best(steps))
+        if self.keep_best is not None and self.metric is not None:
+            best = self._best_first(steps, self.metric)[: self.keep_best]
+            steps_by_rule[f"keep_best={self.keep_best} by {self.metric}"] = set(best)
         if self.keep is not None:
             steps_by_rule["keep"] = {step for step in ordered if self.keep(step)}
         if self.keep_among is not None:
             steps_by_rule["keep_among"] = set(self.keep_among(ordered))
         return steps_by_rule
 
-    def _best(self, steps: Mapping[int, Metrics]) -> list[int]:
-        if self.keep_best is None or self.metric is None:
-            return []
+    def _best_first(self, steps: Mapping[int, Metrics], metric: str) -> list[int]:
         sign = 1 if self.best == "min" else -1
-        rated = [
-            (sign * float(metrics[self.metric]), -step)  # the newest of equal ones
-            for step, metrics in steps.items()
-            if self.metric in metrics and not math.isnan(metrics[self.metric])
-        ]
-        return [-step for _, step in sorted(rated)[: self.keep_best]]
+        values = {step: metrics.get(metric, math.nan) for step, metrics in steps.items()}
+        rated = [(sign * float(v), -step) for step, v in values.items() if not math.isnan(v)]
+        return [-step for _, step in sorted(rated)]  # the newest of equal ones first

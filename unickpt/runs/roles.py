@@ -73,16 +73,14 @@ class Roles:
         Raises:
             StorageError: the storage failed.
         """
-        complete_steps = set(steps) - set(self.behind)
+        complete = set(steps) - set(self.behind)
         for other in self._others:
-            complete_steps &= set(other.steady())
+            complete &= set(other.steady())
         folders = (self._own, *self._others)
         apart = self.apart.union(*map(_written, folders))
         if apart:
-            complete_steps = {
-                step for step in complete_steps if _belongs_together(step, folders, apart)
-            }
-        return sorted(complete_steps)
+            complete = {step for step in complete if _belongs_together(step, folders, apart)}
+        return sorted(complete)
 
     def expendable(
         self, retention: Retention, steps: Mapping[int, Metrics], protected: Collection[int]

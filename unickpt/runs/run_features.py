@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 from unickpt.features import Run, RunFeature, SaveCall, SaveFeature
@@ -43,10 +43,8 @@ class RunFeatures:
     ) -> None:
         self._options = options
         run = Run(folder.location.is_local, folder.path, wait_ended)
-        every = {feature.name: feature.in_run(run) for feature in options.all_features}
-        self.of_run = {
-            name: run_feature for name, run_feature in every.items() if run_feature is not None
-        }
+        parts = ((feature.name, feature.in_run(run)) for feature in options.all_features)
+        self.of_run = {name: part for name, part in parts if part is not None}
 
     @property
     def need_steps_before(self) -> bool:
@@ -59,13 +57,12 @@ class RunFeatures:
         features, metadata = [], dict[str, Any]()
         listeners: list[Listener] = []
         for feature in self._options.all_features:
-            more: Mapping[str, Any] = {}
             if (of_run := self.of_run.get(feature.name)) is not None:
                 chosen, more = of_run.before_save(call)
                 feature = chosen or feature
                 listeners.append((of_run, feature))
+                metadata |= more
             features.append(feature)
-            metadata |= more
         return self._options.with_features(features), metadata, listeners
 
     def failed(self, error: BaseException) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import signal
 import threading
@@ -84,9 +85,8 @@ class SaveTriggers:
             ValueError: the processes have no way to agree.
         """
         by_step = self._when.steps is not None and step % self._when.steps == 0
-        late = False
-        if self._when.seconds is not None and group.index == 0:
-            late = time.monotonic() - saved_at >= self._when.seconds
+        seconds = math.inf if self._when.seconds is None else self._when.seconds
+        late = group.index == 0 and time.monotonic() - saved_at >= seconds
         reason = _PREEMPTED if self._stop_requested.is_set() else _DUE if late else 0
         if group.count > 1 and (self._when.seconds is not None or self._when.preemption):
             reason = group.agree(reason)

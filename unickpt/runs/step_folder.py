@@ -1,4 +1,4 @@
-"""A folder of steps: the checkpoints `step_<n>` in it, and the lease to write there."""
+"""A folder of steps: the checkpoints `step_<n>` in it, the lease to write there, and its size."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import logging
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 
 from unickpt.commit import borrowers, version
 from unickpt.commit.lease import Lease
@@ -23,9 +24,8 @@ from unickpt.format import borrowed
 from unickpt.format.index import RESERVED
 from unickpt.reading import checkpoint
 from unickpt.runs import attempt_folders, orphans
-from unickpt.storage import errors, paths
-from unickpt.storage.errors import Failed, MissingFolder
-from unickpt.storage.locations import Location, folders_below, folders_with
+from unickpt.storage import data_files, errors, paths
+from unickpt.storage.locations import Location, files_by_folder, folders_below, folders_with
 from unickpt.storage.ocdbt import MANIFEST, RETIRED
 
 _log = logging.getLogger("unickpt")
@@ -68,7 +68,7 @@ class StepFolder:
             try:
                 self._remove_orphans(in_flight(), session)
                 self._is_clean = True
-            except (UnickptError, Failed) as error:
+            except (UnickptError, errors.Failed) as error:
                 where, failed = self.location, "the remains of failed saves cannot be removed now"
                 _log.warning("%s: %s: %s", where, failed, error)
         return is_new
@@ -106,9 +106,9 @@ class StepFolder:
         """
         try:
             return _numbers(folders_with(self.location, MANIFEST, paths.context()))
-        except MissingFolder:
+        except errors.MissingFolder:
             return []
-        except Failed as error:
+        except errors.Failed as error:
             paths.resolve(self.location.url, whole=True)  # InvalidPath, if a file is there by now
             raise errors.reading_failed(error, str(self.location)) from error
 
@@ -157,7 +157,7 @@ class StepFolder:
         try:
             checkpoint.open(self.path(step))
         except (CheckpointReplaced, UnsupportedFormat):  # a newer unickpt can open the latter
-            return ""
+            pass
         except CheckpointCorrupt as error:
             return str(error)
         except CheckpointNotFound as error:
@@ -246,7 +246,7 @@ class StepFolder:
         return {
             (step, digest)
             for folder, digests in digests_by_folder.items()
-            for step in _numbers([folder] if digests else [])
+            for step in _numbers([folder])
             for digest in digests
         }
 
@@ -269,7 +269,7 @@ class StepFolder:
         """
         try:
             is_one = self.location.has_file(MANIFEST, paths.context())
-        except Failed as error:
+        except errors.Failed as error:
             raise errors.writing_failed(error, str(self.location)) from error
         if is_one:
             raise CheckpointExists(
@@ -298,3 +298,40 @@ class StepFolder:
 def _numbers(names: Iterable[str]) -> list[int]:
     """The steps among the names of folders, ascending."""
     return sorted([int(match[1]) for match in map(_NAME.fullmatch, names) if match])
+
+
+def bytes_on_disk(root: paths.PathLike) -> int:
+    """The bytes of all files in a folder of checkpoints, also of what failed saves left.
+
+    A file that several steps share, which has several names, counts once. Object storage does not
+    say the size of each object without a request for it: there, the objects that hold arrays are
+    counted, by the sizes in their names.
+
+    Raises:
+        StorageError: the storage failed.
+
+    Example:
+        >>> import numpy as np, unickpt
+        >>> _ = unickpt.save("memory://usage/step_1", {"w": np.zeros(1000)})
+        >>> bytes_on_disk("memory://usage")
+        8000
+    """
+    location = paths.resolve(root, whole=True)
+    if location.is_local:
+        return _bytes_below(location.path)
+    with errors.reading(location):
+        files = files_by_folder(location, attempt_folders.FOLDER, paths.context()).values()
+    names = (file.name.rpartition("/")[2] for folder_files in files for file in folder_files)
+    return sum(nbytes for _, nbytes in filter(None, map(data_files.written_in, names)))
+
+
+def _bytes_below(top: str) -> int:
+    """The bytes of the files in a local folder, at any depth; not through links."""
+    sizes = dict[object, int]()
+    for folder, _, names in os.walk(top):
+        for path in (os.path.join(folder, name) for name in names):
+            with suppress(OSError):  # it was removed meanwhile
+                facts = os.lstat(path)
+                has_names = facts.st_nlink > 1
+                sizes[(facts.st_dev, facts.st_ino) if has_names else path] = facts.st_size
+    return sum(sizes.values())

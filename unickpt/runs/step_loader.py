@@ -11,6 +11,7 @@ from unickpt.errors import CheckpointCorrupt, CheckpointExists, CheckpointNotFou
 from unickpt.frameworks.process_group import Group
 from unickpt.loading.loader import load
 from unickpt.quoting import first_few, shortened
+from unickpt.runs.removal import agreed
 from unickpt.runs.step_folder import StepFolder
 from unickpt.runs.steps import Steps
 from unickpt.storage import paths
@@ -47,16 +48,14 @@ class StepLoader:
             CheckpointNotFound: the step does not exist, or no step does.
             CheckpointCorrupt: it is damaged; the message names the next older one.
         """
-        together = self._group.count > 1 and (fallback or step is None)
-        damaged: set[int] = set()
-        tries = 0
+        damaged, tries = set[int](), 0
         while True:
             listed = step is None or step in damaged
             target_step = self._newest(step, damaged) if listed or step is None else step
             result, error = self._try(target_step)
             outcome = _outcome(error, listed)
-            if together:
-                outcome = self._group.agree(outcome)
+            if fallback or step is None:
+                outcome = agreed(self._group, outcome)
             if outcome == _FINE:
                 return target_step, result
             tries += outcome == _GONE
@@ -81,8 +80,7 @@ class StepLoader:
             s for s in self._steps.counting() if s not in damaged and (below is None or s < below)
         ]
         newest = max(steps, default=-1)
-        if self._group.count > 1:
-            newest = self._group.agree(newest + 1 if self._group.index == 0 else 0) - 1
+        newest = agreed(self._group, newest + 1 if self._group.index == 0 else 0) - 1
         if newest < 0 and damaged:
             raise CheckpointNotFound(
                 f"{self._steps.path(min(damaged))} is damaged, and there is no older step to fall "

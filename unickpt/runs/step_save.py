@@ -15,7 +15,6 @@ from unickpt.options import SaveOptions
 from unickpt.quoting import first_few
 from unickpt.runs import lineage_notes
 from unickpt.runs.cleaning import Cleaning
-from unickpt.runs.lineage_notes import Lineage
 from unickpt.runs.run_features import Listener, save_ended
 from unickpt.runs.steps import Steps
 from unickpt.runs.tier_copies import Copying
@@ -50,19 +49,13 @@ class StepSave:
         self._metrics = {str(plain_key(name)): value for name, value in metric_items}
         self._overwrite, self._listeners = overwrite, listeners
         self._attempt = ""  # its name, once it is its turn
-        self._lineage: Lineage | None = None  # if it is to be copied
+        self._lineage: lineage_notes.Lineage | None = None  # if it is to be copied
 
     def callbacks(self) -> SaveCallbacks:
         """What the save calls before and after it."""
-        callbacks = SaveCallbacks(
-            begin=self._begin,
-            committed=self._committed,
-            failed=self._failed,
-            ended=partial(self._steps.in_use.end, self),
-        )
-        if not self._is_coordinator:
-            return callbacks
-        return replace(callbacks, prepare=self._prepare, check=self._check)
+        ended = partial(self._steps.in_use.end, self)
+        callbacks = self._begin, self._prepare, self._check, self._committed, self._failed, ended
+        return SaveCallbacks(*callbacks)
 
     def metadata(
         self, user_metadata: Mapping[str, Any] | None, features: Mapping[str, Any]
@@ -96,7 +89,7 @@ class StepSave:
     def _begin(self) -> None:
         """Runs within the call; makes no request over a network."""
         if self._is_coordinator:
-            self._cleaning.check_rated(self._metrics)
+            self._steps.check_rated(self._metrics)
         self._steps.check_begin(self._step)
         if not self._steps.first.location.is_remote:
             self._check_failed()
@@ -104,6 +97,8 @@ class StepSave:
 
     def _prepare(self, attempt: str) -> None:
         """Runs before anything of a step is written."""
+        if not self._is_coordinator:
+            return
         self._attempt = attempt
         steps, first = self._steps, self._steps.first
         first.check_no_checkpoint()
@@ -112,7 +107,7 @@ class StepSave:
         if is_new or not first.location.is_remote:
             steps.newest.pop(first, None)
         if is_new:
-            self._cleaning.forget_metrics()
+            steps.known_metrics.clear()
         steps.in_use.wait_for_removal(self._step)
         steps.check_newest(self._step, first)
         self._check_failed()
@@ -135,26 +130,24 @@ class StepSave:
             ) from error
 
     def _check(self) -> None:
-        """Runs right before its commit."""
+        """Runs right before its commit, on the coordinator."""
         first = self._steps.first
         if self._lineage is not None and self._copying is not None:
+            place = first.location_of(self._step), self._attempt
             fsync = self._copying.options.fsync
-            lineage_notes.record(
-                first.location_of(self._step), self._attempt, self._lineage, fsync=fsync
-            )
+            lineage_notes.record(*place, self._lineage, fsync=fsync)
         first.lease.check()
 
     def _committed(self) -> None:
         """Runs after its commit."""
-        self._steps.committed_now(self._step)
-        if self._is_coordinator:
-            self._cleaning.committed(self._step, self._metrics)
-            if self._copying is None:
-                self._cleaning.start()
-            else:
-                self._cleaning.own.add(self._attempt)
-                self._copying.start()
-        save_ended(self._listeners, None)
+        self._steps.committed_now(self._step, self._metrics)
+        if self._is_coordinator and self._copying is None:
+            self._cleaning.start()
+        elif self._is_coordinator and self._copying is not None:
+            self._steps.own_attempts.add(self._attempt)
+            self._copying.start()
+        if self._listeners:
+            save_ended(self._listeners, None)
 
     def _failed(self, error: BaseException) -> None:
         self._steps.failed[self._step] = error

@@ -1,4 +1,4 @@
-"""The steps of a run: which exist, which of them count, and which are in use.
+"""The steps of a run: which exist, which of them count, which are in use, and which may go.
 
 Checkpoints are in the root; with a local tier, they are committed there first and copied.
 """
@@ -10,8 +10,8 @@ import operator
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from enum import Enum
 
@@ -26,6 +26,7 @@ from unickpt.errors import (
 )
 from unickpt.quoting import first_few, quoted
 from unickpt.runs import lineage_notes
+from unickpt.runs.retention import Metrics, Retention
 from unickpt.runs.roles import Roles
 from unickpt.runs.step_folder import StepFolder
 
@@ -112,8 +113,7 @@ class StepsInUse:
     def wait_for_removal(self, step: int) -> None:
         """Waits until a step is no longer being removed."""
         with self._changed:
-            while step in self._removed:
-                self._changed.wait()
+            self._changed.wait_for(lambda: step not in self._removed)
 
     @contextmanager
     def copying(self, steps: Collection[int]) -> Iterator[None]:
@@ -152,6 +152,7 @@ class Steps:
 
     Arguments:
         root: the folder of all kept steps.
+        retention: which these are.
         local: where steps are committed first, if not in the root.
         roles: the folders of other roles, without which no step counts, if there are any.
         after: the step after which the job continues, and sees of later ones only its own; None
@@ -164,6 +165,7 @@ class Steps:
     def __init__(
         self,
         root: StepFolder,
+        retention: Retention,
         local: StepFolder | None = None,
         roles: Roles | None = None,
         after: int | None = None,
@@ -188,6 +190,14 @@ class Steps:
         self.newest: dict[StepFolder, int] = {}
         """The newest step in each folder, as far as this process knows."""
         self._own: set[tuple[StepFolder, int]] = set()  # later ones than `after`, as known so far
+        self._retention, self._is_rated = retention, False
+        self.known_metrics: dict[int, Metrics] = {}
+        """Of steps, as far as rules needed them; until another job may have replaced these."""
+        self._saved: int | None = None  # the step that was saved last
+        self.own_attempts: set[str] = set()
+        """Attempts of this process that were committed in the local tier."""
+        self.copied_versions: set[str] = set()
+        """Versions of the local tier that are complete in the root."""
 
     def close(self) -> None:
         """Releases the folders for other jobs."""
@@ -215,14 +225,9 @@ class Steps:
             StorageError: the storage failed.
         """
         steps = folder.steady() if steady else folder.committed()
-        return steps if self.after is None else [s for s in steps if self._sees(folder, s)]
+        return steps if self.after is None else [s for s in steps if self.sees(folder, s)]
 
-    def abandoned(self) -> set[int]:
-        """The committed steps that the job does not see. Raises as `seen`."""
-        folder_steps = ((folder, step) for folder in self.all for step in folder.committed())
-        return {step for folder, step in folder_steps if not self._sees(folder, step)}
-
-    def _sees(self, folder: StepFolder, step: int) -> bool:
+    def sees(self, folder: StepFolder, step: int) -> bool:
         """Whether this job sees a step, if it exists."""
         if self.after is None or step <= self.after or (folder, step) in self._own:
             return True
@@ -249,10 +254,7 @@ class Steps:
             for step in steps_by_folder[self.local] - steps_by_folder[self.root]:
                 if self.versions(step).is_abandoned:
                     steps_by_folder[self.local].remove(step)
-        return self._complete(set().union(*steps_by_folder.values()))
-
-    def _complete(self, steps: Iterable[int]) -> list[int]:
-        """Which of these steps all roles have, ascending."""
+        steps = set[int]().union(*steps_by_folder.values())
         return sorted(steps) if self.roles is None else self.roles.complete(steps)
 
     def path(self, step: int) -> str:
@@ -269,14 +271,13 @@ class Steps:
         Raises:
             StorageError: a storage failed.
         """
-        if self.local is None or self.versions(step).newer is not Newer.LOCAL:
-            return self.root
-        return self.local
+        is_local = self.local is not None and self.versions(step).newer is Newer.LOCAL
+        return self.first if is_local else self.root
 
     def holders(self, step: int) -> list[StepFolder]:
         """The folders that have the current version of a step that the job sees, the fastest
         first."""
-        if not self._complete([step]):
+        if self.roles is not None and not self.roles.complete([step]):
             return []
         folders = [self.root]
         if self.local is not None:
@@ -288,7 +289,7 @@ class Steps:
             elif versions.local is not None:
                 where, fault = self.local.path(step), versions.fault
                 _log.warning("%s is %s in %s", where, fault, self.root.location)
-        return [folder for folder in folders if self._sees(folder, step)]
+        return [folder for folder in folders if self.sees(folder, step)]
 
     def versions(self, step: int) -> TierVersions:
         """The versions of a step in both tiers, and which of them is current: by what each
@@ -330,7 +331,7 @@ class Steps:
             LaterStepsExist: says how to continue.
         """
         if later := [s for s in self.in_use.saved() if s > step]:
-            raise self._later_exist(step, later)
+            raise _later_exist(self, step, later)
         for folder in self.all:
             folder.check_no_link(step)
             if folder.location.is_remote:
@@ -351,25 +352,61 @@ class Steps:
             steps = self.seen(folder)
             self.newest[folder] = steps[-1] if steps else -1
             if later := [s for s in steps if s > step]:
-                raise self._later_exist(step, later)
+                raise _later_exist(self, step, later)
 
-    def _later_exist(self, step: int, later: Sequence[int]) -> LaterStepsExist:
-        """Why a step is not saved below later ones: a restart would not load it."""
-        below = {s for folder in self.all for s in self.seen(folder) if s < step}
-        base = self.loaded if self.loaded in below else max(below, default=None)
-        ways = "remove them with delete(step), or save into another folder"
-        if base is not None and self.roles is not None:
-            ways = f"to resume from step {base}, call drop_later_steps({base}) in each role first"
-        elif base is not None:
-            ways = (
-                f"to resume from step {base}, use Checkpointer(..., after={base}), or call "
-                f"drop_later_steps({base}) first; both remove the later steps"
-            )
-        return LaterStepsExist(
-            f"{self.root.location}: step {step} is below existing "
-            f"{'step' if len(later) == 1 else 'steps'} {first_few(later)}. A restart would go on "
-            f"from step {max(later)}, not from this one; {ways}"
-        )
+    def check_rated(self, metrics: Metrics) -> None:
+        """Refuses the first save of a run without the metric by which the best steps are kept:
+        without it in any, none would be.
+
+        Raises:
+            ValueError: says how to give it.
+        """
+        if not self._is_rated and not self._retention.rates(metrics):
+            is_first = True
+            with suppress(StorageError):  # the save will find out
+                is_first = not any(folder.committed() for folder in self.all)
+            if is_first:
+                raise ValueError(self._retention.how_to_rate(metrics))
+        self._is_rated = True
+
+    # --- which may go --------------------------------------------------------------------------
+
+    def expendable(self, steps: Collection[int]) -> list[int]:
+        """Those of some committed steps, all of the root or of both tiers, that no rule keeps."""
+        metrics = self.metrics(steps)
+        # The step just saved stays, even if a step of another run has a higher number.
+        protected = () if self._saved is None else (self._saved,)
+        if self.roles is not None:
+            return self.roles.expendable(self._retention, metrics, protected)
+        return self._retention.expendable(metrics, protected)
+
+    def metrics(self, steps: Collection[int]) -> dict[int, Metrics]:
+        """The metrics of committed steps, as far as rules need them."""
+        for step in set(steps) - self.known_metrics.keys() if self._retention.keep_best else ():
+            folder = self.root
+            if self.local is not None:  # from the current version, or the only one
+                versions = self.versions(step)
+                is_local = versions.newer is Newer.LOCAL or versions.root is None
+                folder = self.first if is_local else self.root
+            self.known_metrics[step] = folder.metrics(step)
+        return {step: self.known_metrics.get(step, {}) for step in steps}
+
+    def newest_last(
+        self, step: int, steps_by_folder: Mapping[StepFolder, Collection[int]]
+    ) -> list[StepFolder]:
+        """The folders that have a step, that with its current version last: a job that is killed
+        while it removes the step from one after the other leaves that version, or none.
+
+        Arguments:
+            step: its number.
+            steps_by_folder: all that each folder has.
+
+        Raises:
+            StorageError: a storage failed.
+        """
+        holders = [folder for folder, steps in steps_by_folder.items() if step in steps]
+        is_in_order = len(holders) < 2 or self.current_folder(step) is self.root
+        return holders if is_in_order else holders[::-1]
 
     # --- what happened to them -----------------------------------------------------------------
 
@@ -384,9 +421,10 @@ class Steps:
             except (CheckpointNotFound, CheckpointCorrupt, UnsupportedFormat):
                 self.recorded = None
 
-    def committed_now(self, step: int) -> None:
-        """Records that a step was saved."""
-        self.recent = step
+    def committed_now(self, step: int, metrics: Metrics) -> None:
+        """Records that a step was saved, with its metrics."""
+        self.recent = self._saved = step
+        self.known_metrics[step] = metrics
         self.failed.pop(step, None)
         if self.first in self.newest:
             self.newest[self.first] = max(step, self.newest[self.first])
@@ -394,19 +432,27 @@ class Steps:
     def removed(self, step: int) -> None:
         """Records that a step was removed from all folders."""
         self.failed.pop(step, None)
+        self.known_metrics.pop(step, None)
         self._own = {(folder, own_step) for folder, own_step in self._own if own_step != step}
 
-    def newest_last(self, step: int, holders: Sequence[StepFolder]) -> list[StepFolder]:
-        """The folders that have a step, that with its current version last: a job that is killed
-        while it removes the step from one after the other leaves that version, or none.
 
-        Raises:
-            StorageError: a storage failed.
-        """
-        if len(holders) < 2:
-            return list(holders)
-        current = self.current_folder(step)
-        return [*(folder for folder in holders if folder is not current), current]
+def _later_exist(steps: Steps, step: int, later: Sequence[int]) -> LaterStepsExist:
+    """Why a step is not saved below later ones: a restart would not load it."""
+    below = {s for folder in steps.all for s in steps.seen(folder) if s < step}
+    base = steps.loaded if steps.loaded in below else max(below, default=None)
+    ways = "remove them with delete(step), or save into another folder"
+    if base is not None and steps.roles is not None:
+        ways = f"to resume from step {base}, call drop_later_steps({base}) in each role first"
+    elif base is not None:
+        ways = (
+            f"to resume from step {base}, use Checkpointer(..., after={base}), or call "
+            f"drop_later_steps({base}) first; both remove the later steps"
+        )
+    return LaterStepsExist(
+        f"{steps.root.location}: step {step} is below existing "
+        f"{'step' if len(later) == 1 else 'steps'} {first_few(later)}. A restart would go on "
+        f"from step {max(later)}, not from this one; {ways}"
+    )
 
 
 def _compare(local: StepFolder, root: StepFolder, step: int) -> TierVersions:
@@ -445,8 +491,7 @@ def _is_abandoned(local: StepFolder, root: StepFolder, step: int, version: Versi
         local_version, copy = local.version(later), root.version(later)
         if local_version is None or copy is None or local_version.name != copy.name:
             continue
-        if version.name in (
-            lineage_notes.read(local.location_of(later), local_version).follows or ()
-        ):
+        following = lineage_notes.read(local.location_of(later), local_version)
+        if version.name in (following.follows or ()):
             return False
     return True

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 
@@ -20,19 +19,16 @@ from unickpt.errors import (
     UnsupportedFormat,
 )
 from unickpt.format import borrowed, held_files, ocdbt_reader
-from unickpt.format.held_files import HeldFiles
 from unickpt.format.ocdbt_reader import OcdbtReader
 from unickpt.format.refusals import refuse_unknown
 from unickpt.options import SaveOptions
 from unickpt.runs import attempt_folders, lineage_notes, orphans
 from unickpt.runs.cleaning import Cleaning
-from unickpt.runs.lineage_notes import Lineage
 from unickpt.runs.step_folder import StepFolder
 from unickpt.runs.steps import Newer, Steps, TierVersions
+from unickpt.saving.background import BackgroundErrors
 from unickpt.storage import errors, local_folders, locations, paths
 from unickpt.storage.database import Database
-from unickpt.storage.errors import Failed
-from unickpt.storage.locations import Location
 from unickpt.threads import SerialExecutor
 from unickpt.tools.copying import VersionCopy
 
@@ -46,23 +42,22 @@ class Copying:
     Arguments:
         steps: of a run with a local tier.
         cleaning: of the same steps.
+        errors: what could not be copied is added here.
         options: of the saves.
-        report: called with what could not be copied, and the error.
     """
 
     def __init__(
         self,
         steps: Steps,
         cleaning: Cleaning,
+        errors: BackgroundErrors,
         options: SaveOptions,
-        report: Callable[[str, Exception], object],
     ) -> None:
         assert steps.local is not None
         self._steps, self._local, self._root = steps, steps.local, steps.root
-        self._cleaning, self.options, self._report = cleaning, options, report
-        self._work = SerialExecutor(
-            "unickpt copy", partial(report, f"copying a step to {steps.root.location}")
-        )
+        self._cleaning, self.options, self._errors = cleaning, options, errors
+        failed = partial(errors.add, f"copying a step to {steps.root.location}")
+        self._work = SerialExecutor("unickpt copy", failed)
         self._refused: set[str] = set()  # versions that cannot be copied, already reported
         self._unseen: set[str] = set()  # attempts to replace the root's version, whichever it is
         self._session = ""  # prefix of the names of this job's attempts
@@ -75,7 +70,7 @@ class Copying:
         """Waits until all steps are copied; raises nothing."""
         self._work.wait()
 
-    def follow(self, step: int, attempt: str, *, overwrite: bool) -> Lineage:
+    def follow(self, step: int, attempt: str, *, overwrite: bool) -> lineage_notes.Lineage:
         """What a save in the local tier will supersede and follow; waits until another checkpoint
         may wait to be copied.
 
@@ -95,17 +90,16 @@ class Copying:
             self._root.check_no_checkpoint()
             self._steps.check_newest(step, self._root)
         follows = self._followed()
-        return Lineage(tuple(self._superseded(step, attempt, overwrite)), frozenset(follows))
+        superseded = self._superseded(step, attempt, overwrite)
+        return lineage_notes.Lineage(tuple(superseded), frozenset(follows))
 
     def _followed(self) -> set[str]:
         """The versions that a save follows: the newest in the root, and those in the local tier
         that are to be copied after it. If the root cannot be read, the newest local version, and
         those that it follows."""
         # First the local ones: each may become the newest in the root at any time.
-        versions_by_step = {step: self._local.version(step) for step in self._local.committed()}
-        local_versions = {
-            step: version for step, version in versions_by_step.items() if version is not None
-        }
+        versions = ((step, self._local.version(step)) for step in self._local.committed())
+        local_versions = {step: version for step, version in versions if version is not None}
         try:
             newest = self._root.newest()
         except StorageError:
@@ -123,10 +117,8 @@ class Copying:
         """The versions of its step that a save in the local tier supersedes."""
         local_version, names = self._local.version(step), list[str]()
         if local_version is not None:
-            names = [
-                *lineage_notes.read(self._local.location_of(step), local_version).supersedes,
-                local_version.name,
-            ]
+            lineage = lineage_notes.read(self._local.location_of(step), local_version)
+            names = [*lineage.supersedes, local_version.name]
         try:
             root_version = self._root.version(step)
         except StorageError:  # it may be away; then copying finds out
@@ -148,7 +140,7 @@ class Copying:
         steps, root, local = self._steps, self._root, self._local
         root.open(steps.in_use.saved, self._session)
         root_steps, local_steps = root.committed(), local.committed()
-        expendable = self._cleaning.expendable([*root_steps, *local_steps])
+        expendable = steps.expendable([*root_steps, *local_steps])
         due = [step for step in local_steps if step not in expendable or step == local_steps[-1]]
         with steps.in_use.copying(due):
             remaining = set(local.committed())  # of those that were being removed
@@ -157,7 +149,7 @@ class Copying:
                     self._copy_step(step)
                 except Exception as error:
                     steps.failed[step] = error
-                    self._report(f"copying a step to {root.path(step)}", error)
+                    self._errors.add(f"copying a step to {root.path(step)}", error)
         self._cleaning.start()
 
     def _copy_step(self, step: int) -> None:
@@ -186,7 +178,7 @@ class Copying:
 
     def _is_copied(self, step: int, version: Version) -> None:
         """Records that a version is complete in the root."""
-        self._cleaning.copied.add(version.name)
+        self._steps.copied_versions.add(version.name)
         location = self._local.location_of(step)
         try:
             lineage_notes.record_copied(location, version, fsync=self.options.fsync)
@@ -202,15 +194,15 @@ class Copying:
         if versions.newer is Newer.LOCAL:
             return True
         if versions.newer is Newer.SAME:
-            damage = "" if version.name in self._cleaning.copied else self._root.damage(step)
+            damage = "" if version.name in self._steps.copied_versions else self._root.damage(step)
             if damage:
                 _log.warning("%s; it is copied again", damage)
-            elif version.name not in self._cleaning.copied:
+            elif version.name not in self._steps.copied_versions:
                 self._is_copied(step, version)
             return bool(damage)
         if version.attempt in self._unseen:
             return True
-        if version.attempt in self._cleaning.own:
+        if version.attempt in self._steps.own_attempts:
             self._refused.add(version.name)
             raise SaveConflict(
                 f"{self._root.path(step)}: another job saved or removed steps there, or they "
@@ -272,7 +264,7 @@ def copy_version(
     try:
         reader, base_files = _opened(origin, version), None
         if reader is not None and base is not None and not reader.index.bases:
-            base_files = _open_base_files(root, reader, base)
+            base_files = _base_files(root, reader, base)
         sent = VersionCopy(origin, version, reader, destination, options.working_bytes)
         manifest, bases = sent.run(base_files, check_held=options.reuse == "compare")
         borrowers.mark(destination, bases, paths.context())
@@ -285,7 +277,7 @@ def copy_version(
                 return False
         if isinstance(error, CheckpointCorrupt):
             raise CheckpointCorrupt(f"{where}: {error}; nothing was copied") from error
-        if isinstance(error, Failed):
+        if isinstance(error, errors.Failed):
             files = local_folders.walk_all(origin.path) if origin.is_local else ()
             room = locations.room_text(destination, error, sum(file.nbytes or 0 for file in files))
             raise errors.writing_failed(error, where, room) from error
@@ -303,7 +295,7 @@ def copy_version(
     return True
 
 
-def _open_base_files(root: StepFolder, reader: OcdbtReader, step: int) -> HeldFiles | None:
+def _base_files(root: StepFolder, reader: OcdbtReader, step: int) -> held_files.HeldFiles | None:
     """What a step of the root, or the one it borrows from, has of the files of a checkpoint."""
     try:
         linked = held_files.linked_chunks(reader)
@@ -331,7 +323,7 @@ def _undo(root: StepFolder, step: int, version: Version, replaced: Version | Non
             attempt_folders.remove_empty(location)
 
 
-def _opened(origin: Location, version: Version) -> OcdbtReader | None:
+def _opened(origin: locations.Location, version: Version) -> OcdbtReader | None:
     """A version of a checkpoint; None if it is damaged, which the check of its copy explains.
 
     Raises:

@@ -296,7 +296,7 @@ def test_a_base_is_not_cleaned_up_while_it_is_chosen(
             assert waits.wait(30)
             cleaning = steps._cleaning
             with monkeypatch.context() as inner:
-                inner.setattr(cleaning, "expendable", lambda *steps: [0])
+                inner.setattr(steps._steps, "expendable", lambda *steps: [0])
                 cleaning.clean()
             assert StepFolder(run.root).committed() == [0]
             goes_on.set()
