@@ -3,7 +3,8 @@ PYTHON ?= python3
 BIN := .venv/bin
 # torch's CPU build: a plain "torch" would bring gigabytes of CUDA libraries along.
 TORCH := torch==2.13.0
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+# Most modules of torch and others are never imported; those that are get compiled at that time.
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
 # A path in site-packages, which type checkers follow; setuptools' import hook they cannot follow.
 EDITABLE := --config-settings editable_mode=compat --editable
 

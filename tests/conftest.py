@@ -5,7 +5,9 @@ from __future__ import annotations
 import gc
 import os
 import re
+import shutil
 import sys
+import tempfile
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from types import CodeType
@@ -67,6 +69,21 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(Recorder(config), "durations")
+    if "UNICKPT_TESTS" not in os.environ:
+        _share(config)
+
+
+def _share(config: pytest.Config) -> None:
+    """Gives the processes of a run a folder: for servers of processes, and what XLA compiled.
+
+    Jobs that are killed and go on, and ranks, compile the same programs again and again.
+    """
+    folder = tempfile.mkdtemp(prefix="unickpt-tests-")
+    config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
+    os.environ["UNICKPT_TESTS"] = folder
+    os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", f"{folder}/jax")
+    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

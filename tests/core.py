@@ -160,7 +160,9 @@ def main() -> None:
                 "-m",
                 "pytest",
                 "-n",
-                os.environ.get("WORKERS", "2"),
+                os.environ.get("WORKERS", "4"),  # many tests wait
+                "--dist",
+                "worksteal",
                 "-m",
                 marks,
                 *chosen,

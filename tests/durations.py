@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.forked import servers
+from support.forked import computed
 
 ROOT = Path(__file__).resolve().parent.parent
 STORED = ROOT / "tests" / "durations.json"
@@ -46,19 +46,6 @@ class Took:
 
 
 # --- what a test takes ----------------------------------------------------------------------------
-
-
-def _of_servers() -> float:
-    """The CPU seconds of servers of processes, and of what they started and has ended."""
-    total = 0.0
-    for pid in servers():
-        try:
-            with open(f"/proc/{pid}/stat") as stat:
-                fields = stat.read().rpartition(")")[2].split()
-        except OSError:  # it was killed
-            continue
-        total += sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
-    return total
 
 
 def _waited() -> float:
@@ -92,14 +79,14 @@ class Recorder:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_protocol(self) -> None:
-        self._before = sum(os.times()[:4]), _of_servers(), _waited()
+        self._before = sum(os.times()[:4]), computed(), _waited()
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_makereport(
         self, item: pytest.Item, call: pytest.CallInfo[None]
     ) -> Generator[None, Any, Any]:
         report = yield
-        now = sum(os.times()[:4]), _of_servers(), _waited()
+        now = sum(os.times()[:4]), computed(), _waited()
         own, others, waited = (
             after - before for after, before in zip(now, self._before, strict=True)
         )

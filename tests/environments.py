@@ -121,7 +121,7 @@ def set_up(environment: Environment) -> bool:
     constraints.write_text("\n".join(_constraints(environment)))
     for line in environment.install:
         pip = [environment.executable, "-m", "pip", "install", "--quiet", "--constraint"]
-        quiet = ["--disable-pip-version-check", "--no-warn-script-location"]
+        quiet = ["--disable-pip-version-check", "--no-warn-script-location", "--no-compile"]
         _call(environment, [*pip, constraints, *quiet, *shlex.split(line)])
     if environment.npm:
         npm = ["npm", "install", "--silent", "--no-audit", "--no-fund", "--no-save"]

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import doctest
 import importlib
-import pkgutil
+import os
 import sys
+from pathlib import Path
 
 import pytest
 from support.torch_versions import has_torch
@@ -14,8 +15,15 @@ import unickpt
 
 
 def modules() -> list[str]:
-    found = pkgutil.walk_packages(unickpt.__path__, "unickpt.")
-    return ["unickpt", *sorted(m.name for m in found)]
+    """The names of all modules, by their files: `pkgutil.walk_packages` would import trainers."""
+    names = ["unickpt"]
+    top = Path(unickpt.__file__).parent
+    for folder, folders, files in os.walk(top, followlinks=True):
+        folders[:] = [name for name in folders if Path(folder, name, "__init__.py").is_file()]
+        package = ".".join(("unickpt", *Path(folder).relative_to(top).parts))
+        stems = [name.removesuffix(".py") for name in files if name.endswith(".py")]
+        names += [f"{package}.{name}" for name in (*folders, *stems) if name != "__init__"]
+    return sorted(names)
 
 
 @pytest.mark.parametrize("name", modules())

@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import warnings
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,8 @@ from support import TESTS
 
 import unickpt
 
-pytest.importorskip("lightning")
+if find_spec("lightning") is None:  # not imported here: `lightning_jobs` makes that faster
+    pytest.skip("needs lightning", allow_module_level=True)
 pytestmark = [pytest.mark.integration, pytest.mark.filterwarnings("ignore")]
 
 with warnings.catch_warnings():

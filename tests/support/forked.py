@@ -5,7 +5,7 @@ all of them; what differs, they get before they run: environment, arguments, fol
 else is as in an interpreter of their own: a server runs no thread and starts no backend, so each
 process has its own, may join others, die and leave behind what it likes.
 
-Run as a script this is a server. It takes orders from the socket on its standard input.
+Run as a script this is a server. Those who give it orders connect to its standard input.
 """
 
 from __future__ import annotations
@@ -14,15 +14,19 @@ import array
 import atexit
 import builtins
 import contextlib
+import fcntl
 import gc
+import hashlib
 import importlib
 import json
 import os
+import select
 import selectors
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import traceback
 import types
@@ -52,6 +56,8 @@ PRELOADED = {
     ),
     "grain": ("grain", "unickpt.adapters.jax"),
     "jax": ("jax.experimental.multihost_utils", "unickpt.adapters.jax"),
+    "keras-jax": ("support.keras_on_jax", "unickpt.adapters.jax"),
+    "keras-torch": ("support.keras_on_torch", "unickpt.adapters.torch"),
     "orbax": ("orbax.checkpoint", "unickpt.adapters.jax", "unickpt.integrations.orbax"),
     "torch": (
         "torch._dynamo",  # imported by torch at the first use of DTensors and of FSDP2
@@ -66,29 +72,54 @@ ORDER_BYTES = 1 << 17  # more than the environment of any process
 
 
 class Server:
-    """A process that has imported modules and forks others; it ends with this one.
+    """A process that has imported modules and forks others; it ends with the last that uses it.
+
+    The workers of a run share it: all processes that have the same `UNICKPT_TESTS`, a folder.
 
     Arguments:
         modules: what it imports.
     """
 
     def __init__(self, modules: Sequence[str]) -> None:
-        self._orders, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        run = os.environ.get("UNICKPT_TESTS", str(os.getpid()))
+        self._name = "\0" + hashlib.sha256(repr((run, modules)).encode()).hexdigest()
         self._lock = threading.Lock()
-        path = os.pathsep.join(filter(None, sys.path))
-        self.process = subprocess.Popen(
-            [sys.executable, "-W", "ignore", __file__, *modules],
-            stdin=theirs,
-            env={**os.environ, "PYTHONPATH": path},
-        )
-        theirs.close()
+        self._orders = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        lock_folder = os.environ.get("UNICKPT_TESTS", tempfile.gettempdir())
+        with open(Path(lock_folder, f"servers-{os.getuid()}.lock"), "a") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # nor does one end meanwhile
+            try:
+                self._orders.connect(self._name)
+            except ConnectionRefusedError:
+                self._begin(modules, lock.name)
+                self._orders.connect(self._name)
         atexit.register(self.close, os.getpid())
 
+    def _begin(self, modules: Sequence[str], lock: str) -> None:
+        path = os.pathsep.join(filter(None, sys.path))
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as theirs:
+            theirs.bind(self._name)
+            theirs.listen(64)
+            process = subprocess.Popen(
+                [sys.executable, "-W", "ignore", __file__, lock, *modules],
+                stdin=theirs,
+                env={**os.environ, "PYTHONPATH": path},
+            )
+        _begun.append(process)  # it may outlive this one, which does not wait for it
+
+    def runs(self) -> bool:
+        """Whether it takes orders."""
+        try:
+            return self._orders.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) != b""
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+
     def close(self, owner: int) -> None:
-        """Ends the server, and what it has started."""
+        """Gives no more orders; what this process has started is killed."""
         if os.getpid() == owner:  # not in a fork of it
             self._orders.close()
-            self.process.wait()
 
     def start(self, order: Mapping[str, Any], outputs: Sequence[int]) -> Started:
         """Starts a process.
@@ -103,9 +134,9 @@ class Server:
             self._orders.sendmsg(
                 [json.dumps(order).encode()], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, files)]
             )
-        told = ours.recv(100)
-        assert told, f"the server of processes has ended: {self.process.wait()}"
-        return Started(int(told), ours)
+        pid = ours.recv(100)
+        assert pid, "the server of processes has ended"
+        return Started(int(pid), ours)
 
 
 class Started:
@@ -120,9 +151,10 @@ class Started:
         if self.returncode is None:
             self._end.settimeout(timeout)
             with contextlib.suppress(TimeoutError, BlockingIOError):
-                told = self._end.recv(100)
+                report = self._end.recv(100).split()
                 # None if the server was killed, and with it all that it had started.
-                self.returncode = int(told) if told else -signal.SIGKILL
+                self.returncode = int(report[0]) if report else -signal.SIGKILL
+                _computed.append(float(report[1]) if report else 0.0)
                 self._end.close()
         return self.returncode
 
@@ -134,19 +166,21 @@ class Started:
 
 
 _servers: dict[tuple[str, ...], Server] = {}
+_begun: list[subprocess.Popen[bytes]] = []
+_computed: list[float] = []
 
 
 def server(*modules: str) -> Server:
-    """The server that has imported these, of which a process has one."""
+    """The server that has imported these, of which a run has one."""
     known = _servers.get(modules)
-    if known is None or known.process.poll() is not None:
+    if known is None or not known.runs():
         known = _servers[modules] = Server(modules)
     return known
 
 
-def servers() -> list[int]:
-    """The ids of all servers."""
-    return [each.process.pid for each in _servers.values()]
+def computed() -> float:
+    """The CPU seconds of the processes that servers started for this one and that have ended."""
+    return sum(_computed)
 
 
 class Forked:
@@ -221,9 +255,9 @@ class Forked:
 # --- in the server --------------------------------------------------------------------------------
 
 
-def _serve(modules: Sequence[str]) -> None:
+def _serve(lock: str, modules: Sequence[str]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the tests' process handles it
-    orders = socket.socket(fileno=os.dup(0))
+    listener = socket.socket(fileno=os.dup(0))
     for module in modules:
         with contextlib.suppress(ModuleNotFoundError):  # a tree without plug-ins, of `make core`
             importlib.import_module(module)
@@ -236,35 +270,64 @@ def _serve(modules: Sequence[str]) -> None:
     os.set_blocking(wake, False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(wake)
-    running: dict[int, socket.socket] = {}
+    running: dict[int, tuple[socket.socket, socket.socket]] = {}
+    users: list[socket.socket] = []
     selector = selectors.DefaultSelector()
-    selector.register(orders, selectors.EVENT_READ)
+    selector.register(listener, selectors.EVENT_READ)
     selector.register(ended, selectors.EVENT_READ)
     while True:
-        ready = {key.fileobj for key, _ in selector.select()}
+        ready: list[Any] = [key.fileobj for key, _ in selector.select()]
         if ended in ready:
             os.read(ended, 1 << 16)
             _reap(running)
-        if orders in ready and not _take(orders, running, (ended, wake)):
-            break
-    for pid in running:  # the tests' process is gone
-        os.kill(pid, signal.SIGKILL)
-    os._exit(0)
+        if listener in ready:
+            users.append(listener.accept()[0])
+            selector.register(users[-1], selectors.EVENT_READ)
+        for user in set(users).intersection(ready):
+            if not _take(user, running, (ended, wake), (listener, *users)):
+                _leave(user, running)
+                selector.unregister(user)
+                users.remove(user)
+                user.close()
+                if not users:
+                    _end_if_unused(listener, lock)
 
 
-def _reap(running: dict[int, socket.socket]) -> None:
-    """Tells how processes ended."""
+def _end_if_unused(listener: socket.socket, lock: str) -> None:
+    """Ends, unless somebody has just joined."""
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(FileNotFoundError):  # the run is over
+            fcntl.flock(stack.enter_context(open(lock)), fcntl.LOCK_EX)
+        if not select.select([listener], [], [], 0)[0]:
+            os._exit(0)
+
+
+def _leave(user: socket.socket, running: dict[int, tuple[socket.socket, socket.socket]]) -> None:
+    """Kills what a tests' process that is gone had started."""
+    for pid, (starter, _) in running.items():
+        if starter is user:
+            os.kill(pid, signal.SIGKILL)
+
+
+def _reap(running: dict[int, tuple[socket.socket, socket.socket]]) -> None:
+    """Tells how processes ended, and what they computed."""
     while running:
-        pid, status = os.waitpid(-1, os.WNOHANG)
+        pid, status, used = os.wait4(-1, os.WNOHANG)
         if not pid:
             return
-        with running.pop(pid) as told, contextlib.suppress(BrokenPipeError):
-            told.send(str(os.waitstatus_to_exitcode(status)).encode())
+        report = f"{os.waitstatus_to_exitcode(status)} {used.ru_utime + used.ru_stime}"
+        with running.pop(pid)[1] as told, contextlib.suppress(BrokenPipeError):
+            told.send(report.encode())
 
 
-def _take(orders: socket.socket, running: dict[int, socket.socket], own: tuple[int, int]) -> bool:
+def _take(
+    user: socket.socket,
+    running: dict[int, tuple[socket.socket, socket.socket]],
+    own: Sequence[int],
+    sockets: Sequence[socket.socket],
+) -> bool:
     """Follows an order; False if there will be no more."""
-    data, files, _, _ = socket.recv_fds(orders, ORDER_BYTES, 3)
+    data, files, _, _ = socket.recv_fds(user, ORDER_BYTES, 3)
     if not data:
         return False
     told = socket.socket(fileno=files[0])
@@ -273,12 +336,12 @@ def _take(orders: socket.socket, running: dict[int, socket.socket], own: tuple[i
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        for each in (orders, told, *running.values()):
+        for each in (told, *sockets, *(end for _, end in running.values())):
             each.close()
         for fd in own:
             os.close(fd)
         _become(json.loads(data), files[1:])
-    running[pid] = told
+    running[pid] = user, told
     for fd in files[1:]:
         os.close(fd)
     told.send(str(pid).encode())
@@ -341,4 +404,4 @@ def _run(argv: Sequence[str]) -> None:
 
 if __name__ == "__main__":
     del sys.path[0]  # the folder of this file
-    _serve(sys.argv[1:])
+    _serve(sys.argv[1], sys.argv[2:])

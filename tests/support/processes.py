@@ -62,7 +62,7 @@ class Processes:
         """Starts a process that has imported what takes long, and else is like an interpreter.
 
         Arguments:
-            of: what it has imported: "jax", "torch", "grain", "orbax" or several.
+            of: what it has imported: names in `support.forked.PRELOADED`, such as "jax".
             env: further environment variables. What is read when a module is imported, such as
                 `JAX_PLATFORMS`, comes too late; `start` is for those, and for what is about
                 interpreters: how they begin and end, and what they import.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,8 @@ import unickpt
 from unickpt import SaveOptions, UnsupportedLeaf
 from unickpt.backends.trainers import lightning
 
-pytest.importorskip("lightning")
+if find_spec("lightning") is None:  # not imported here: `lightning_jobs` makes that faster
+    pytest.skip("needs lightning", allow_module_level=True)
 pytestmark = pytest.mark.integration
 
 with warnings.catch_warnings():

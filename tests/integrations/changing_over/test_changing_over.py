@@ -156,7 +156,11 @@ def runner(
     processes: Processes, source: str, tmp_path: Path, *more: str
 ) -> Callable[[str, str], int]:
     def run(mode: str, folder: str) -> int:
-        done = processes.start(source, mode, tmp_path / folder, tmp_path / f"{mode}.npz", *more)
+        given = source, mode, tmp_path / folder, tmp_path / f"{mode}.npz", *more
+        if mode == "theirs":  # without unickpt
+            done = processes.start(*given)
+        else:
+            done = processes.forked(*given, of=["torch" if "torch" in source else "orbax"])
         said, errors = done.communicate()
         assert done.returncode in (0, -signal.SIGKILL), said + errors
         return done.returncode

@@ -46,7 +46,7 @@ def test_a_job_that_is_killed_goes_on(processes: Processes, tmp_path: Path) -> N
     """With the same losses on as many devices; on others, sums have another order."""
     assert len(EXAMPLE.splitlines()) <= 40
     four, two = ({"XLA_FLAGS": f"--xla_force_host_platform_device_count={n}"} for n in (4, 2))
-    job = processes.start(EXAMPLE, tmp_path / "run", 10**6, env=four)
+    job = processes.forked(EXAMPLE, tmp_path / "run", 10**6, of=["jax"], env=four)
     first = killed_after(job, 20)
     with unickpt.Checkpointer(tmp_path / "run") as run:
         last = run.latest() or 0
@@ -57,7 +57,7 @@ def test_a_job_that_is_killed_goes_on(processes: Processes, tmp_path: Path) -> N
     assert kernel.layout.mesh.shape == (4,)
     outputs = processes.finish(
         [
-            processes.start(EXAMPLE, tmp_path / name, 40, env=env)
+            processes.forked(EXAMPLE, tmp_path / name, 40, of=["jax"], env=env)
             for name, env in (("whole", four), ("run", four), ("two", two))
         ]
     )
@@ -118,15 +118,15 @@ print(b"".join(jax.device_get(leaf).tobytes() for leaf in leaves).hex())
 def test_a_killed_run_of_orbax_goes_on(processes: Processes, tmp_path: Path) -> None:
     """With one argument added: Orbax stores an NNX variable as the `value` of one."""
     pytest.importorskip("orbax.checkpoint")
-    whole = processes.start(OVER, tmp_path / "whole", "orbax", -1)
-    killed = processes.start(OVER, tmp_path / "run", "orbax", 4)
+    whole = processes.forked(OVER, tmp_path / "whole", "orbax", -1, of=["orbax"])
+    killed = processes.forked(OVER, tmp_path / "run", "orbax", 4, of=["orbax"])
     assert killed.wait() == -signal.SIGKILL, killed.communicate()
     assert "0/kernel/value" in " ".join(unickpt.open(tmp_path / "run" / "4"))
-    again = processes.start(OVER, tmp_path / "run", "unickpt", 6)
+    again = processes.forked(OVER, tmp_path / "run", "unickpt", 6, of=["orbax"])
     assert again.wait() == -signal.SIGKILL, again.communicate()
     assert (tmp_path / "run" / "6" / "default" / "UNICKPT.txt").exists()
     found, wanted = processes.finish(
-        [processes.start(OVER, tmp_path / "run", "unickpt", -1), whole]
+        [processes.forked(OVER, tmp_path / "run", "unickpt", -1, of=["orbax"]), whole]
     )
     assert found == wanted
 

@@ -29,7 +29,9 @@ def run(processes: Processes, backend: str, cases: str, folder: Path) -> str:
         "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
         "OMP_NUM_THREADS": "1",
     }
-    (output,) = processes.finish([processes.start(SCRIPT, TESTS, cases, folder, env=env)])
+    of = [f"keras-{backend}"]
+    process = processes.forked(SCRIPT, TESTS, cases, folder, of=of, env=env)
+    (output,) = processes.finish([process])
     assert output.rstrip().endswith(" cases")
     return output
 
@@ -95,4 +97,5 @@ def test_keras_own_callback_stores_in_our_format_by_a_registered_handler(
 ) -> None:
     pytest.importorskip("orbax.checkpoint")
     env = {"KERAS_BACKEND": "jax", "OMP_NUM_THREADS": "1"}
-    processes.finish([processes.start(OWN_CALLBACK, tmp_path / "run", env=env)])
+    process = processes.forked(OWN_CALLBACK, tmp_path / "run", of=["keras-jax"], env=env)
+    processes.finish([process])

@@ -7,6 +7,7 @@ import signal
 import subprocess
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -45,20 +46,25 @@ def killed_after(process: subprocess.Popen[str], iteration: int) -> dict[int, st
     return losses("".join(lines))
 
 
+def started(processes: Processes, backend: str, script: str, *arguments: object) -> Any:
+    """A process that has imported Keras with a backend."""
+    env, of = {"KERAS_BACKEND": backend}, [f"keras-{backend}"]
+    return processes.forked(script, *arguments, of=of, env=env)
+
+
 # In the middle of an epoch, and after its last batch, before Keras ends it.
 @pytest.mark.parametrize(("backend", "iteration"), [("jax", 8), ("torch", 25), ("jax", 20)])
 def test_a_killed_fit_goes_on_with_the_same_losses(
     processes: Processes, tmp_path: Path, backend: str, iteration: int
 ) -> None:
     assert len(EXAMPLE.splitlines()) <= 40
-    env = {"KERAS_BACKEND": backend}
     script = SLOW if iteration != 20 else SLOW.replace("save_freq=3", "save_freq=10")
-    whole = processes.start(script, tmp_path / "whole", 4, env=env)
-    first = killed_after(processes.start(script, tmp_path / "run", 4, env=env), iteration)
+    whole = started(processes, backend, script, tmp_path / "whole", 4)
+    first = killed_after(started(processes, backend, script, tmp_path / "run", 4), iteration)
     last = newest(tmp_path / "run")
     assert 0 < last <= iteration
     [wanted, rest] = map(
-        losses, processes.finish([whole, processes.start(script, tmp_path / "run", 4, env=env)])
+        losses, processes.finish([whole, started(processes, backend, script, tmp_path / "run", 4)])
     )
     rest = {i: x for i, x in rest.items() if i > last}
     assert sorted(rest) == list(range(last + 1, 41))
@@ -107,15 +113,15 @@ def test_a_killed_fit_with_orbax_goes_on_here(
     processes: Processes, tmp_path: Path, backend: str, freq: str
 ) -> None:
     pytest.importorskip("orbax.checkpoint")
-    env, run = {"KERAS_BACKEND": backend}, tmp_path / "run"
-    whole = processes.start(OVER, run, "whole", freq, env=env)
-    killed = processes.start(OVER, run, "theirs", freq, env=env)
+    run = tmp_path / "run"
+    whole = started(processes, backend, OVER, run, "whole", freq)
+    killed = started(processes, backend, OVER, run, "theirs", freq)
     assert killed.wait() == -signal.SIGKILL, killed.communicate()
     theirs = sorted(int(found.name) for found in run.iterdir())
     assert theirs == ([0] if freq == "epoch" else [8, 12])
     [wanted, found, again] = processes.finish(
-        [whole, processes.start(OVER, run, "ours", freq, env=env)]
-    ) + processes.finish([processes.start(OVER, run, "ours", freq, env=env)])
+        [whole, started(processes, backend, OVER, run, "ours", freq)]
+    ) + processes.finish([started(processes, backend, OVER, run, "ours", freq)])
     assert found.splitlines()[-1] == wanted.splitlines()[-1]
     assert again.splitlines()[-1] == wanted.splitlines()[-1], "from our own last step"
     steps = {found.name for found in run.iterdir() if found.name.startswith("step_")}
@@ -188,7 +194,7 @@ def test_a_killed_fit_goes_back_to_keras_alone(
     pytest.importorskip("orbax.checkpoint")
     env = {"KERAS_BACKEND": backend}
     run, theirs = tmp_path / "run", tmp_path / "theirs"
-    killed = processes.start(BACK, "ours", run, theirs, tmp_path, env=env)
+    killed = started(processes, backend, BACK, "ours", run, theirs, tmp_path)
     assert killed.wait() == -signal.SIGKILL, killed.communicate()
     report = unickpt.convert(run / "step_1", theirs / "1", to="keras")
     assert set(report.left_out) == {
