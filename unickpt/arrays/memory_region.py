@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -54,7 +55,14 @@ class MemoryRegion(NamedTuple):
 
     def as_bytes(self) -> Array:
         """The bytes of the elements; not to be read."""
-        return np.asarray(_MemoryView(self))
+        interface = {  # what NumPy asks for to make an array; it does not read the memory
+            "version": 3,
+            "data": (self.address, True),
+            "shape": (*self.shape, self.itemsize),
+            "strides": (*self.strides, 1),
+            "typestr": "|u1",
+        }
+        return np.asarray(SimpleNamespace(__array_interface__=interface))
 
     def within(self, memory: Array, start: int, dtype: np.dtype[Any]) -> Array:
         """The elements in a copy of the memory that begins at an address.
@@ -73,16 +81,3 @@ def share(first: Array, second: Array) -> bool:
         return np.shares_memory(first, second, max_work=_MOST_WORK)  # type: ignore[arg-type]
     except np.exceptions.TooHardError:
         return False
-
-
-class _MemoryView:
-    """What NumPy asks for to make an array; it does not read the memory."""
-
-    def __init__(self, region: MemoryRegion) -> None:
-        self.__array_interface__ = {
-            "version": 3,
-            "data": (region.address, True),
-            "shape": (*region.shape, region.itemsize),
-            "strides": (*region.strides, 1),
-            "typestr": "|u1",
-        }

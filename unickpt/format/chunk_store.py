@@ -195,7 +195,9 @@ class ChunkStore:
             data = self.stored_bytes(entry, part, number, requested)
             codecs.decode(entry, data, out)
             return digest(data) if hashed else None
-        if not (self._is_as_stored(entry, part, out) and self._read_value(part, number, out)):
+        # Stored just as it lies in memory, but for padding behind it?
+        is_as_stored = not entry.encoding and part.chunk[1:] == tuple(out.shape[1:])
+        if not (is_as_stored and self._read_value(part, number, out)):
             local = part.chunk_box(number).relative_to(part.box.start)
             target = ts.array(as_stored(out, entry.dtype), context=self.database.context)
             self.check_backed(entry, part, number)
@@ -331,10 +333,6 @@ class ChunkStore:
         with naming_memory(f"{self.location}: array {entry.name!r}, a chunk"):
             np.empty(nbytes, np.uint8)
         self._backed.add(part.key)
-
-    def _is_as_stored(self, entry: ArrayEntry, part: Part, out: Array) -> bool:
-        """Whether a chunk is stored just as it lies in memory, but for padding behind it."""
-        return not entry.encoding and part.chunk[1:] == tuple(out.shape[1:])
 
 
 class ChunkDigests:

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from unickpt.format.timing import Timing
     from unickpt.frameworks.sections import StoredValue
 
+_MOST_SPARSE = 1 << 28  # bytes of a section with holes, in which some file systems store zeros
 FORMAT = "unickpt"
 """The name of this format."""
 
@@ -195,11 +196,28 @@ class OcdbtReader(Reader):
     def per_process(
         self, name: str, processes: Sequence[int] | None = None
     ) -> tuple[StoredValue, ...]:
-        from unickpt.format.process_values import stored_value  # only where there are some
-
         every = range(len(self.index.per_process[name].blobs))
         selected = every if processes is None else processes
-        return tuple(stored_value(self.index, self.chunks, name, process) for process in selected)
+        return tuple(self._value_of(name, process) for process in selected)
+
+    def _value_of(self, name: str, process: int) -> StoredValue:
+        """The value of a process for a leaf: read whole, or by ranges."""
+        from unickpt.frameworks.per_process import blob_key  # only where there are some
+        from unickpt.frameworks.sections import StoredValue
+
+        entry, key = self.index.per_process[name], blob_key(name, process)
+        size, digest, head = entry.of(process)
+
+        def read(start: int, length: int) -> bytes:
+            if length == size:
+                return self.chunks.read_key(key, size)
+            sparse = start >= head and length <= _MOST_SPARSE
+            return self.chunks.read_range(key, start, length, may_be_sparse=sparse)
+
+        def damaged(reason: str) -> Exception:
+            return self.damaged(f"the value of process {process} for {name!r} {reason}")
+
+        return StoredValue(size, digest, head, read, damaged, entry.is_binary)
 
     def damaged(self, reason: str) -> Exception:
         return self.chunks.damaged(reason)

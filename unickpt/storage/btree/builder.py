@@ -151,7 +151,16 @@ def _above(
     height: int, nodes: Sequence[_Placed], place: Callable[[bytes], DataReference]
 ) -> _Placed:
     """The node above some."""
-    node = _inner(height, nodes)
+    ordered = sorted({node.place.path for node in nodes})
+    numbers = {path: number for number, path in enumerate(ordered)}
+    body = [
+        bytes([height]),
+        _files([path.encode() for path in ordered]),
+        _numbers([len(nodes)]),
+        *_keys([node.first for node in nodes], is_inner=True),
+        *_references(nodes, numbers),
+    ]
+    node = _sealed(NODE_MAGIC, b"".join(body))
     return _Placed(
         nodes[0].first,
         place(node),
@@ -192,19 +201,6 @@ def _leaf(
         apart.astype(np.uint8).tobytes(),  # 1 for each value in a file
         _numbers(_both(which, places["offset"][apart])),
         *[inline[offset : offset + length] for offset, length in within],
-    ]
-    return _sealed(NODE_MAGIC, b"".join(body))
-
-
-def _inner(height: int, nodes: Sequence[_Placed]) -> bytes:
-    ordered = sorted({node.place.path for node in nodes})
-    numbers = {path: number for number, path in enumerate(ordered)}
-    body = [
-        bytes([height]),
-        _files([path.encode() for path in ordered]),
-        _numbers([len(nodes)]),
-        *_keys([node.first for node in nodes], is_inner=True),
-        *_references(nodes, numbers),
     ]
     return _sealed(NODE_MAGIC, b"".join(body))
 

@@ -86,11 +86,13 @@ def save_options(
     budget: int | None, compression: str | None = None, quantize: list[str] | None = None
 ) -> SaveOptions:
     """How to write; `--budget` is that of this process, not of its node."""
+    expected = "a pattern and its codes, such as opt/**=uint8"
+    codes = named_values("--quantize", quantize, expected)
     try:
         return SaveOptions(
             budget_bytes=None if budget is None else MemoryBudget(budget, "process"),
             compression=cast(Any, compression),  # checked there
-            quantize=_quantize(quantize),
+            quantize={name: None if code == "none" else code for name, code in codes.items()},
         )
     except ValueError as error:
         fail(str(error))
@@ -132,16 +134,6 @@ def source_of(path: str, hints: list[str] | None, under: str = "") -> str | Chec
 def parsed_hints(hints: list[str] | None) -> dict[str, Any]:
     """The hints by name."""
     return named_values("--hint", hints, "a name and a value, such as dequantize=float32")
-
-
-def _quantize(assignments: list[str] | None) -> dict[str, Any]:
-    """`SaveOptions.quantize` as the options say."""
-    codes_by_pattern = named_values(
-        "--quantize", assignments, "a pattern and its codes, such as opt/**=uint8"
-    )
-    return {
-        pattern: None if codes == "none" else codes for pattern, codes in codes_by_pattern.items()
-    }
 
 
 def named_values(option: str, given: list[str] | None, expected: str) -> dict[str, Any]:
