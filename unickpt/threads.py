@@ -304,10 +304,8 @@ def collection_paused() -> Iterator[None]:
     """
     global _pauses
     with _pausing:
-        if _pauses == 0 and not gc.isenabled():
-            paused = False
-        else:
-            paused = True
+        paused = _pauses > 0 or gc.isenabled()
+        if paused:
             _pauses += 1
             gc.disable()
     try:

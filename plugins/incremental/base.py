@@ -346,7 +346,7 @@ class Base:
         places = candidate.places or ()
         if self.comparable_at_once(chunk.nbytes) < 1 or not places or self.growth is None:
             return None, ()
-        before = self._scratch.array(chunk.shape, chunk.dtype)
+        (before,) = self._scratch.arrays([(chunk.shape, chunk.dtype)])
         generation = self.growth.saves + 1
         known_chunk = KnownChunk(candidate.digest, digest, generation)
         try:

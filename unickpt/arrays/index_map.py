@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +114,7 @@ class LinearIndex:
         return low, high + 1
 
 
+@lru_cache(maxsize=4096)
 def linear_index(dim: Dim) -> LinearIndex:
     """A dimension as a linear function."""
     constant, steps = 0, []

@@ -122,10 +122,6 @@ class Scratch(threading.local):
     def __init__(self) -> None:
         self._raw: Array = np.empty(0, np.uint8)
 
-    def array(self, shape: tuple[int, ...], dtype: DType) -> Array:
-        """As `arrays`, of one."""
-        return self.arrays([(shape, dtype)])[0]
-
     def arrays(self, kinds: Sequence[tuple[tuple[int, ...], DType]]) -> list[Array]:
         """Arrays of some shapes and dtypes, until this thread asks for others."""
         sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in kinds]

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from operator import sub
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -17,7 +16,7 @@ from unickpt.arrays.strided_copy import unit_steps
 from unickpt.format.index import ArrayEntry
 
 if TYPE_CHECKING:  # what only rules need
-    from unickpt.arrays.index_map import AxisRanges, Dim, LinearIndex
+    from unickpt.arrays.index_map import AxisRanges, Dim
 
 
 class Copy(NamedTuple):
@@ -77,18 +76,6 @@ class MappedSource:
         whole = whole_dims(self.entry.shape)
         return self.is_exact and self.source == self.out == whole
 
-    @cached_property
-    def _source_indices(self) -> tuple[LinearIndex, ...]:
-        from unickpt.arrays.index_map import linear_index
-
-        return tuple(map(linear_index, self.source))
-
-    @cached_property
-    def _out_indices(self) -> tuple[LinearIndex, ...]:
-        from unickpt.arrays.index_map import linear_index
-
-        return tuple(map(linear_index, self.out))
-
     def within(self, box: Box) -> Needed | None:
         """What a box of the requested array needs; None if nothing."""
         from unickpt.arrays.index_map import pull
@@ -98,7 +85,9 @@ class MappedSource:
 
     def bounds(self, ranges: AxisRanges) -> Box:
         """A box of the stored array that contains everything that the ranges of the axes need."""
-        intervals = [line.bounds(ranges) for line in self._source_indices]
+        from unickpt.arrays.index_map import linear_index
+
+        intervals = [linear_index(dim).bounds(ranges) for dim in self.source]
         return Box(tuple(a for a, _ in intervals), tuple(b for _, b in intervals))
 
     def ranges_within(self, chunk: Box) -> list[AxisRanges]:
@@ -110,14 +99,9 @@ class MappedSource:
 
     def copy(self, common: AxisRanges, box: Box, chunk: Box) -> Copy:
         """Where ranges lie in a chunk, and in a box of the requested array."""
-        first = [a for a, _ in common]
-        return Copy(
-            tuple(b - a for a, b in common),
-            tuple(x.at(first) - o for x, o in zip(self._source_indices, chunk.start, strict=True)),
-            _steps(self._source_indices, len(common)),
-            tuple(x.at(first) - o for x, o in zip(self._out_indices, box.start, strict=True)),
-            _steps(self._out_indices, len(common)),
-        )
+        extents = tuple(b - a for a, b in common)
+        source = _strided(self.source, common, chunk.start)
+        return Copy(extents, *source, *_strided(self.out, common, box.start))
 
 
 class _Pulled:
@@ -203,19 +187,12 @@ class Fill:
 
     def copies(self, box: Box) -> Iterator[Copy]:
         """Where the constant lies in a box of the array; reads nothing."""
-        from unickpt.arrays.index_map import linear_index, pull
+        from unickpt.arrays.index_map import pull
 
         whole = tuple((0, n) for n in self.extents)
-        lines = tuple(map(linear_index, self.out))
         for ranges in pull(self.out, box.start, box.stop, whole):
-            first = [a for a, _ in ranges]
-            yield Copy(
-                tuple(b - a for a, b in ranges),
-                (),
-                (),
-                tuple(x.at(first) - o for x, o in zip(lines, box.start, strict=True)),
-                _steps(lines, len(ranges)),
-            )
+            extents = tuple(b - a for a, b in ranges)
+            yield Copy(extents, (), (), *_strided(self.out, ranges, box.start))
 
 
 class Applied(Protocol):
@@ -244,6 +221,19 @@ class Recipe:
     function: Applied | None = None
 
 
-def _steps(lines: Sequence[LinearIndex], axes: int) -> tuple[tuple[int, ...], ...]:
-    by_line = [dict(line.steps) for line in lines]
-    return tuple(tuple(steps.get(axis, 0) for steps in by_line) for axis in range(axes))
+def _strided(
+    dims: Sequence[Dim], ranges: AxisRanges, start: Sequence[int]
+) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]:
+    """Where ranges of axes begin in a box of an array, and each axis's steps along its dimensions.
+
+    Arguments:
+        dims: of the array, in terms of the axes.
+        ranges: of the axes.
+        start: of the box.
+    """
+    from unickpt.arrays.index_map import linear_index
+
+    lines, first = list(map(linear_index, dims)), [a for a, _ in ranges]
+    steps = [dict(line.steps) for line in lines]
+    index = tuple(line.at(first) - low for line, low in zip(lines, start, strict=True))
+    return index, tuple(tuple(s.get(axis, 0) for s in steps) for axis in range(len(ranges)))
