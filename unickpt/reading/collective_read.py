@@ -141,10 +141,8 @@ class _RoundOfMessages:
 
 def _moved_bytes(chunk: SharedChunk) -> Mapping[int, int]:
     """What processes send and receive of a chunk."""
-    itemsize = chunk.entry.itemsize
-    moved = {
-        p: itemsize * sum(box.size for box in boxes) for p, boxes in chunk.wanted_boxes.items()
-    }
+    itemsize, wanted = chunk.entry.itemsize, chunk.wanted_boxes.items()
+    moved = {process: itemsize * sum(box.size for box in boxes) for process, boxes in wanted}
     moved[chunk.owner] = sum(moved.values())
     return moved
 
