@@ -1,1 +1,1 @@
-"""What several formats of others have in common: pickles, zip files, which files, names."""
+"""Shared by readers and writers of other systems: pickles, zip files, choice of files, names."""

@@ -1,8 +1,8 @@
-"""Files in archives, as files of a folder: members of zip and tar files, and what gzip compressed.
+"""Files in archives, as files of a folder: members of zip and tar files, and gzip files.
 
-What is not compressed is read as ranges of the archive. What is, is decompressed from the nearest
-place where a state of the decompressor was kept, piece by piece, so that memory is bounded. Source:
-Python's tarfile, which reads the headers.
+Uncompressed members are read as ranges of the archive. Compressed members are decompressed piece by
+piece from the nearest saved state of the decompressor, so memory is bounded. Source: Python's
+tarfile, which reads the headers.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _State = tuple[int, int, Any]
 
 
 class InArchive(Exception):
-    """The cause of an error about what is in an archive: the archive itself is of a known kind."""
+    """The cause of an error about an archive's content: the archive itself is of a known kind."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ def whole_file(files: Files, name: str) -> ArchivePart:
 
 
 class Inflated:
-    """What a part of an archive is without compression; for several threads.
+    """The decompressed bytes of a part of an archive; for several threads.
 
     Arguments:
         source: the compressed bytes.
@@ -70,7 +70,7 @@ class Inflated:
     def __init__(self, source: ArchivePart, format: int, where: str) -> None:
         self._source, self._format, self._where = source, format, where
         self._lock, self._spacing = Lock(), _SPACING
-        # Decompressors, with how many bytes each has made of how many.
+        # Decompressors, with how many bytes each has read and written.
         self._states: list[_State] = [(0, 0, zlib.decompressobj(format))]
         self._last = self._states[0]  # where the last reader stopped: others resume from there
 

@@ -42,7 +42,7 @@ class Nibbles:
 
 @dataclass(frozen=True)
 class Unreadable:
-    """Elements of a kind that is not read; what else the file holds is.
+    """Elements of a kind that is not read; the rest of the file is.
 
     Arguments:
         reason: for the error: the array, its kind, and what to do.
@@ -135,7 +135,7 @@ class ConvertedElements:
 
 @dataclass(frozen=True)
 class LazyElements:
-    """Elements whose signs are not yet what they mean: views that torch conjugates when it reads.
+    """Elements whose signs are not applied yet: views that torch conjugates when it reads.
 
     Arguments:
         elements: as they are stored.

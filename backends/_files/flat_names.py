@@ -20,7 +20,7 @@ from unickpt.extend import (
 )
 
 _KEEP = "the rule `default {leaf...} <-> {leaf...}` keeps all others"
-# What all formats have, by the kind of a dtype that one lacks.
+# A dtype that all formats have, by the kind of a dtype that one lacks.
 _OTHERS = {"float": "float32", "integer": "int8", "complex": "complex64"}
 
 
@@ -65,7 +65,7 @@ def nested_name(text: str) -> str:
 
 
 def can_nest(texts: Iterable[str]) -> bool:
-    """Whether no leaf has the name of what would contain others."""
+    """Whether no leaf has the name of a container of other leaves."""
     try:
         tree_from_names(dict.fromkeys(map(nested_name, texts)))
     except (ValueError, RecursionError):
@@ -74,7 +74,7 @@ def can_nest(texts: Iterable[str]) -> bool:
 
 
 def are_nested(names: Mapping[str, str]) -> bool:
-    """Whether `nested_name` restores all names from the texts of `flat_names`, some of which have
+    """Whether `nested_name` restores all names from the texts of `flat_names`; some lie in
     containers."""
     return any("/" in name for name in names) and all(
         nested_name(text) == name for name, text in names.items()
@@ -82,7 +82,8 @@ def are_nested(names: Mapping[str, str]) -> bool:
 
 
 def plain_values(index: Index) -> dict[str, str]:
-    """What is wrong with each leaf that is no array, for formats of arrays alone; for `refuse`."""
+    """One line for each leaf that is not an array, for `refuse`; for formats that hold only
+    arrays."""
     return {name: f"a plain {type(value).__name__}" for name, value in index.values.items()}
 
 
@@ -118,7 +119,7 @@ def cannot_hold(format: str, lines: list[str], hint: str) -> UnsupportedLeaf:
 
     Arguments:
         format: its name.
-        lines: each names a leaf and says what is wrong.
+        lines: each names a leaf and its problem.
         hint: what to do.
     """
     more = [f"  and {len(lines) - 10} more"] if len(lines) > 10 else []

@@ -1,6 +1,6 @@
 """Headers of files: read from the front in windows, and checks of the sizes that they tell.
 
-What is skipped is not read. The files are untrusted.
+Skipped bytes are not read. The files are untrusted.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Cursor:
         return struct.unpack(format, self.take(struct.calcsize(format)))[0]
 
     def skip(self, count: int) -> int:
-        """Skips bytes, and tells where they begin.
+        """Skips bytes, and returns where they begin.
 
         Raises:
             CheckpointCorrupt: the file certainly ends before.
@@ -166,7 +166,7 @@ def sizes(value: Any, most: int = MOST_RANK) -> tuple[int, ...]:
 
 @contextmanager
 def naming(location: Location, what: str) -> Iterator[None]:
-    """Within the block, errors name what is read.
+    """Within the block, errors name the thing that is being read.
 
     Arguments:
         location: of the checkpoint.

@@ -1,7 +1,7 @@
 """Objects of common classes in pickles, as plain facts: NumPy's arrays and scalars, and containers.
 
 Sources: numpy/_core/src/multiarray/methods.c (`array_reduce`), numpy/_core/numeric.py, and the
-`__reduce__` of Python's own classes. Nothing is called: an object is what its pickle says of it.
+`__reduce__` of Python's own classes. Nothing is called: an object is read from its pickle alone.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _ORDERS = {"<": False, "|": False, ">": True}
 
 
 def decoded(obj: PickledObject) -> Any:
-    """An object as what it is.
+    """An object of a known class as a container, plain value or `Tensor`.
 
     Returns:
         A container, whose items are as in the pickle; a plain value; a `Tensor` for an array; or
@@ -125,7 +125,7 @@ def _scalar(obj: PickledObject) -> Any:
 
 
 def _dtype(obj: Any) -> tuple[DType | None, bool]:
-    """A dtype in the order of this machine, and whether it is stored in the other; None for those
+    """A dtype in this machine's byte order, and whether it is stored in the other; None for dtypes
     of objects, of fields and so on."""
     unknown = None, False
     if not isinstance(obj, PickledObject) or obj.name != "numpy.dtype" or not obj.args:
@@ -196,7 +196,7 @@ def _record(obj: PickledObject) -> Any:
 
 
 def _omegaconf(key: str) -> Callable[[PickledObject], Any]:
-    """What a container or a node of OmegaConf holds; interpolations (`${a}`) stay texts."""
+    """The content of a container or node of OmegaConf; interpolations (`${a}`) stay texts."""
 
     def decode(obj: PickledObject) -> Any:
         if not isinstance(obj.state, dict) or key not in obj.state:

@@ -1,8 +1,8 @@
 """Which files at a location are the checkpoint, of the formats whose checkpoints are single files.
 
-A path that names a file is what its content says. In a folder the names count, as for transformers:
-weights in safetensors come before torch's, an index says which files belong together, and what a
-trainer keeps beside the weights is not part of them. If that leaves several, none is taken.
+The content of a file decides its format. In a folder the names decide, as for transformers: weights
+in safetensors come before torch's, an index says which files belong together, and other files of a
+trainer next to the weights are not part of them. If several candidates are left, none is taken.
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ class FileKind:
     """A format whose checkpoints are single files.
 
     Arguments:
-        name: as users see it.
+        name: shown to users.
         suffixes: of its files.
         begins: whether the first bytes of a file are those of such a file.
-        weights: what its files are called in folders of Hugging Face.
+        weights: the names of its files in folders of Hugging Face.
         shared: those of the suffixes that other files have too, so that their content decides.
         is_named: whether a file has a name of this kind, without a suffix; its content decides.
         together: names of files that are one checkpoint, if the groups in them are the same.
-        indexes: how the names of files end that say which of several files has what; by default,
-            as in folders of Hugging Face.
+        indexes: endings of the names of index files, which say which file has which array; by
+            default, as in folders of Hugging Face.
         is_lesser: whether its files count in a folder only where there is nothing else: such files
-            lie beside checkpoints of all kinds.
+            lie next to checkpoints of all kinds.
     """
 
     name: str
@@ -65,7 +65,7 @@ class FileKind:
     is_lesser: bool = False
 
     def is_index(self, name: str) -> bool:
-        """Whether a file says which of several files has what."""
+        """Whether a file is an index: says which of several files has which array."""
         return name.endswith(self.indexes or tuple(suffix + _INDEX for suffix in self.suffixes))
 
 
@@ -113,8 +113,8 @@ def _is_torch(head: bytes) -> bool:
 
 
 def is_pickle(head: bytes) -> bool:
-    """Whether a file is a pickle, but none of `torch.save`; of protocols 0 and 1 by how those of
-    dicts, lists and objects begin."""
+    """Whether a file is a pickle, but not of `torch.save`. Pickles of protocols 0 and 1 are
+    recognised by the beginnings of dicts, lists and objects."""
     if is_legacy(head):
         return False  # it claims to be one of torch's, and may be damaged
     binary = head[:1] == b"\x80" and 2 <= head[1] <= 5 if len(head) > 1 else False
@@ -129,7 +129,8 @@ def _is_onnx(head: bytes) -> bool:
 
 
 def is_flax(head: bytes) -> bool:
-    """A map of msgpack whose first key is a text. (That of no entries is like a pickle's start.)"""
+    """A map of msgpack whose first key is a text. (An empty map looks like the start of a
+    pickle.)"""
     if head[:7] == b"\x84\xa5nodes" and head[7:8] >= b"\x90":  # a list: a model of Thinc
         return False
     begin = rb"([\x81-\x8f]|\xde..|\xdf....)[\xa0-\xbf\xd9-\xdb]"
@@ -177,7 +178,7 @@ class FoundFiles:
 
     Arguments:
         names: the files; several make it up together. Empty if an index names them.
-        index: the file that says which file has what; None if there is none.
+        index: the file that says which file has which array; None if there is none.
         beside: files with names of such formats that are not part of it.
     """
 
@@ -192,7 +193,7 @@ def open_kind(files: Files, kind: FileKind, make: Callable[[FoundFiles], R | Non
     Arguments:
         files: at the location.
         kind: of its files.
-        make: reads what is in them.
+        make: reads their content.
 
     Raises:
         UnsupportedFormat: there are several checkpoints, and none comes first.
@@ -316,7 +317,7 @@ class _WeightIndex(msgspec.Struct):
 
 
 def decoded(files: Files, file: str, kind: type[T], most: int) -> T:
-    """What a file of JSON says, of at most so many bytes.
+    """The content of a JSON file of at most so many bytes.
 
     Raises:
         CheckpointCorrupt: it is damaged, too large, or not of the kind.

@@ -1,9 +1,9 @@
-"""What files of msgpack hold, with arrays as extensions of Flax's, which are not read.
+"""The content of msgpack files; arrays, extensions of Flax, are located but not read.
 
 Sources: flax/serialization.py, and msgpack's specification
 (github.com/msgpack/msgpack/blob/master/spec.md). One pass finds out where the arrays are; their
-bytes are not read before they are needed. (msgpack's own Unpacker reads all of an extension, and
-so of an array, before it tells where the next value begins.)
+bytes are read when they are needed. (msgpack's own Unpacker reads an extension, and so an array,
+whole before it reports where the next value begins.)
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ _LETTERS, _LEAST_LETTERS = 64, 1 << 16
 
 @dataclass(frozen=True, eq=False)
 class Elsewhere:
-    """What stands for an array that is in other files: a text, or T5X's spec of TensorStore."""
+    """A placeholder for an array in other files: a text, or T5X's spec of TensorStore."""
 
     found: str | Mapping[Any, Any]
 
 
 def scan(files: Files, name: str) -> Any:
-    """What a file holds: containers, plain values, `TensorSource` and `Elsewhere`.
+    """The content of a file: containers, plain values, `TensorSource` and `Elsewhere`.
 
     Arguments:
         files: of the checkpoint.
@@ -115,7 +115,7 @@ class _MsgpackScanner:
         return self._extension(count, depth, name)
 
     def _head(self, code: int) -> tuple[str, Any]:
-        """What begins with a byte: its kind, and its length or value."""
+        """The value that begins with a byte: its kind, and its length or value."""
         if code not in _HEADS:
             raise self._damaged(f"no value begins with {code:#04x}")
         kind, content = _HEADS[code]
@@ -172,7 +172,7 @@ class _MsgpackScanner:
         return TensorSource(chunks[0].dtype, extents, joined)
 
     def _numbered(self, entries: Mapping[Any, Any], key: str) -> list[Any]:
-        """What Flax makes of a tuple: a dict whose keys are its positions, as texts."""
+        """A tuple as Flax writes it: a dict whose keys are its positions, as texts."""
         items = entries.get(key)
         if isinstance(items, dict) and list(items) == [str(n) for n in range(len(items))]:
             return list(items.values())
@@ -251,4 +251,5 @@ _HEADS: Mapping[int, tuple[str, Any]] = {
         for n, length_or_value in enumerate(contents)
     },
 }  # fmt: skip
-"""What begins with a byte: its kind, and its length or value, or how `struct` reads that."""
+"""The value that begins with a byte: its kind, and its length or value, or how `struct` reads
+it."""

@@ -1,7 +1,7 @@
-"""Kinds of files that unickpt does not read: what each is, how to recognise it, and the way out.
+"""Kinds of files that unickpt does not read: their names, how to recognise them, and the way out.
 
-This table is asked after all formats refused a file, or found that it breaks their rules. A sound
-file of another kind is thus never called damaged.
+This table is searched after all formats refused a file, or found that it breaks their rules. A
+sound file of another kind is thus never called damaged.
 """
 
 from __future__ import annotations
@@ -104,8 +104,8 @@ def _named(pattern: str) -> Callable[[Sample], bool]:
 
 
 def _protobuf_text(head: bytes) -> bytes | None:
-    """The second field of a message whose first one is a small number, which is what ONNX and
-    CoreML begin with; None if it begins otherwise."""
+    """The second field of a message whose first one is a small number, as ONNX and CoreML begin;
+    None if it begins otherwise."""
     is_version = len(head) > 4 and head[0] == 0x08 and 0 < head[1] < 0x40
     if not is_version or head[2] != 0x12:
         return None
@@ -219,7 +219,7 @@ KINDS = (*DOWNLOADS, *_table(
      _begins(b"MATLAB 5.0 MAT-file")),
     ("a table of Parquet or Arrow", "it has rows rather than arrays: load it with pyarrow",
      _begins(b"PAR1", b"ARROW1")),
-    # --- what is left ---
+    # --- other kinds ---
     (_JSON, "give the path of the file of weights beside it, or of their folder",
      lambda sample: _JSON_BEGINS.match(sample.head) is not None
      and not sample.name.endswith(".eqx")  # a line of it comes first there
@@ -230,7 +230,7 @@ KINDS = (*DOWNLOADS, *_table(
 """In the order in which a file is compared with them."""
 
 _WEIGHTS = re.compile(r".*\.(safetensors|bin|pt|pth|ckpt|h5|keras|gguf|npz|msgpack)", re.S)
-# Files that say what a folder is which no format recognised.
+# Files that identify a folder that no format recognised.
 _TELLING = re.compile(
     _TENSORFLOW_FILES + r"|.*\.(tflite|mlmodel|engine|nemo|mar|skops|joblib)", re.S
 )
@@ -314,7 +314,7 @@ def refusal(
         Failed: the storage failed.
     """
     if error is not None and isinstance(error.__cause__, ImportError | InArchive):
-        return None  # the format knows the file, and says which library it needs, or what is in it
+        return None  # the format knows the file, names its library or its content
     if files.single is not None:
         return _refusal_of(files, files.single, KINDS)
     if error is None and not files.here:

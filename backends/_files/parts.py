@@ -73,8 +73,8 @@ class FilePart:
         return cls(replace(index, per_process={}), sources, stored)
 
     def plan(self, writer: Writer, most_bytes: int, file: str | None = None) -> Plan:
-        """What a format makes of it, for the index of all; a file with a name of its own does not
-        make the whole complete. As `Writer.plan`."""
+        """The format's plan of the part, for the index of all; a file with a name of its own does
+        not make the whole complete. As `Writer.plan`."""
         plan = writer.plan(self.index, most_bytes, file)
         values = {name: shown for name, shown in plan.values.items() if name in self.sources}
         return replace(

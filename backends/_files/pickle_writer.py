@@ -1,6 +1,6 @@
 """Writes facts as a pickle of protocol 2: classes and functions by name, nothing is imported.
 
-What `pickles.read` makes of a pickle without any constructor is written as it was. Every unpickler
+The result of `pickles.read` without constructors is written as the same pickle. Every unpickler
 reads the result, also torch's `weights_only=True`.
 """
 
@@ -15,8 +15,8 @@ from unickpt.backends._files.pickles import FileBytes, Global, PersistentId, Pic
 from unickpt.extend import quoted
 
 PickledCall = PickledObject
-"""A call of a class or function: `PickledCall(Global("torch.Size"), ((2, 3),))`. Its state, and
-what is appended to it or set on it, follow."""
+"""A call of a class or function: `PickledCall(Global("torch.Size"), ((2, 3),))`. Its state,
+appended items and set items follow."""
 
 _Writing = Generator[Any, None, None]
 _ENCODE, _SET, _FROZEN_SET = (
@@ -34,8 +34,8 @@ def dumps(value: Any, most: int | None = None) -> bytes:
 
     Arguments:
         value: None, bool, int, float, str, bytes, list, tuple, dict, set, frozenset, `Global`,
-            `PickledCall` or `PersistentId`, nested; of these types exactly. What occurs twice (the
-            same object) is shared in the pickle as well.
+            `PickledCall` or `PersistentId`, nested; of these types exactly. An object that occurs
+            twice is shared in the pickle as well.
         most: how many bytes it may have, about; without a limit by default.
 
     Raises:
@@ -56,7 +56,7 @@ class _Pickler:
 
     def __init__(self) -> None:
         self._out = bytearray(b"\x80\x02")
-        # The place of what was written; the object as well, whose id is another's when it is gone.
+        # The places of written objects; the objects as well, since the id of a freed one is reused.
         self._memo: dict[Any, tuple[int, Any]] = {}
 
     def run(self, value: Any, most: int | None) -> bytes:
@@ -92,7 +92,7 @@ class _Pickler:
         self._out += _indexed(b"q", b"r", number)
 
     def _recall(self, key: Any) -> bool:
-        """Writes a reference to what was written before; whether it was."""
+        """Writes a reference to an object that was written before; returns whether it was."""
         if key not in self._memo:
             return False
         self._out += _indexed(b"h", b"j", self._memo[key][0])
@@ -120,7 +120,7 @@ class _Pickler:
         yield from self._filled([x for pair in value.items() for x in pair], b"u")
 
     def _filled(self, values: list[Any], code: bytes) -> _Writing:
-        """What follows the creation of a container: its content, and the code that adds it."""
+        """The code after the creation of a container: its content, and the opcode that adds it."""
         if values:
             self._out += b"("
             yield from values
@@ -240,7 +240,7 @@ def reduced(value: Any) -> Any:
     """An object as facts.
 
     Arguments:
-        value: an object of a class of Python or NumPy; what is in it may be facts already.
+        value: an object of a class of Python or NumPy; its content may be facts already.
 
     Example:
         >>> import pickle, datetime

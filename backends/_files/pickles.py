@@ -2,8 +2,8 @@
 
 A pickle is a program for a small stack machine (Python's `pickletools` documents it). This machine
 calls only constructors that its caller gives, each known by the name of a class or function in the
-pickle. Any other class becomes a `PickledObject`, which keeps what the pickle says of it. Time and
-memory are bounded by the size of the pickle.
+pickle. An instance of any other class becomes a `PickledObject`, which keeps what the pickle says
+of it. Time and memory are bounded by the size of the pickle.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ _LEAST_WORK = 100_000
 Constructors = Mapping[str, Callable[..., Any]]
 
 
-# --- what a pickle holds besides plain values -----------------------------------------------------
+# --- content of a pickle besides plain values -----------------------------------------------------
 
 
 class BadPickle(ValueError):
-    """The bytes are not a valid pickle, or use what no checkpoint needs."""
+    """The bytes are not a valid pickle, or use a feature that no checkpoint needs."""
 
 
 class NotSupported(BadPickle):
-    """The pickle is sound, and has what unickpt does not read."""
+    """The pickle is sound, but has content that unickpt does not read."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class FileBytes:
 
 
 class OutsideData:
-    """Data outside of a pickle, to which it refers, such as the memory of a tensor."""
+    """Data outside of a pickle that it refers to, such as the memory of a tensor."""
 
 
 def unread(error: BadPickle, where: str, damaged: str = "") -> UnickptError:
@@ -69,7 +69,7 @@ def unread(error: BadPickle, where: str, damaged: str = "") -> UnickptError:
     Arguments:
         error: why it cannot.
         where: the checkpoint or its file.
-        damaged: what of it is damaged if the pickle is malformed, such as "its data.pkl".
+        damaged: the part that is damaged if the pickle is malformed, such as "its data.pkl".
     """
     if isinstance(error, NotSupported):
         return UnsupportedFormat(f"{where}: {error}")
@@ -85,7 +85,7 @@ class Global:
         name: with its module.
         make: makes its objects, or returns NotImplemented for those that it does not know; None if
             nothing of it is known.
-        module: what of the name is the module; by default all before the last dot.
+        module: the module part of the name; by default all before the last dot.
     """
 
     name: str
@@ -114,9 +114,9 @@ class PickledObject:
 
     Arguments:
         function: the class or function that is called.
-        args: what it is called with.
+        args: the arguments of the call.
         state: as it was pickled, if any.
-        appended: what was appended to it, in order.
+        appended: the items that were appended to it, in order.
         items: the keys and values that were set on it, in order.
         is_new: whether the class makes it with `__new__` instead of a call.
         named: arguments with names.
@@ -143,7 +143,7 @@ class PickledObject:
 
 @dataclass(frozen=True, eq=False)
 class PersistentId:
-    """What stands in a pickle for data outside of it.
+    """A placeholder in a pickle for data outside of it.
 
     Arguments:
         value: says which data.
@@ -153,7 +153,7 @@ class PersistentId:
 
 
 def attributes(obj: PickledObject) -> list[tuple[Any, Any]]:
-    """The attributes of an object, what it contains, and what it was made of, with their names."""
+    """The attributes, items and constructor arguments of an object, with their names."""
     pairs: list[tuple[Any, Any]] = []
     slots = obj.state if isinstance(obj.state, tuple) else (obj.state,)
     if all(state is None or isinstance(state, dict) for state in slots):
@@ -166,7 +166,7 @@ def attributes(obj: PickledObject) -> list[tuple[Any, Any]]:
 
 
 def kind_of(value: Any) -> str:
-    """What a value is; its own text could be of any length."""
+    """The kind of a value; its own text could be of any length."""
     is_pickled = isinstance(value, PickledObject)
     return repr(value) if is_pickled else f"an object of {type(value).__name__}"
 
@@ -189,17 +189,17 @@ PLAIN: Constructors = {
     **{f"{module}.bytes": _bytes for module in ("builtins", "__builtin__")},
     **{f"{module}.bytearray": _bytes for module in ("builtins", "__builtin__")},
 }
-"""What makes bytes in pickles of old protocols."""
+"""The function that makes bytes in pickles of old protocols."""
 
 
 def read(
     data: bytes, constructors: Constructors, persistent: Callable[[Any], Any] | None = None
 ) -> Any:
-    """What a pickle holds.
+    """The content of a pickle.
 
     Arguments:
         data: begins with it; untrusted.
-        constructors: what to call for the classes and functions that are known, by name. They get
+        constructors: the constructors of known classes and functions, by name. They get
             values that this function makes, and must check them.
         persistent: what to call for persistent ids, which stand for data outside of the pickle.
 
@@ -244,7 +244,7 @@ def described(
         persistent: as for `read`; its persistent ids stay what they are by default.
 
     Returns:
-        By the place of each in the pickle, which `PickledObject.at` tells.
+        By the place of each in the pickle, `PickledObject.at`.
 
     Raises:
         BadPickle: it is malformed.
@@ -270,7 +270,7 @@ class _Machine:
         self.at, self.size = 0, len(data)
         self._data, self._constructors, self._persistent = data, constructors, persistent
         self._stack: list[Any] = []
-        self._below: list[list[Any]] = []  # a stack for each mark: what was there before it
+        self._below: list[list[Any]] = []  # a stack for each mark: the stack before it
         self._memo: dict[int, Any] = {}
         self._work = _LEAST_WORK + _WORK * len(data)
         self.made: dict[int, PickledObject] | None = None
@@ -403,8 +403,8 @@ class _Machine:
         target = self._top()
         if isinstance(target, PickledObject):
             target.state = state
-        # The state of other objects is what their classes add, such as `_metadata` of a torch
-        # state dict; a checkpoint's values do not depend on it.
+        # The state of other objects holds additions of their classes, such as `_metadata` of a
+        # torch state dict; a checkpoint's values do not depend on it.
 
     def _append(self, values: list[Any]) -> None:
         target = self._top()

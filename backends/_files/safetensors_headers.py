@@ -42,7 +42,7 @@ class SafetensorsHeader:
         """Where pieces begin in their tensors, if torch recorded it.
 
         Raises:
-            CheckpointCorrupt: what is recorded is damaged.
+            CheckpointCorrupt: the record is damaged.
         """
         try:
             sharding = json.loads(self.metadata.get(SHARDING, "{}"))

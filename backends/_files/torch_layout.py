@@ -1,4 +1,4 @@
-"""What torch.save writes, planned: the pickles of tensors and of trees, and the zip file of both.
+"""The plan of a torch.save file: the pickles of tensors and of trees, and the zip file of both.
 
 Sources: torch/serialization.py, torch/_tensor.py and torch/_utils.py.
 """
@@ -56,7 +56,7 @@ def saved(value: Any, storages: Storages, begin: int = 0) -> ZipLayout:
     """A file of torch.save.
 
     Arguments:
-        value: what it holds, for `pickle_writer.dumps`.
+        value: its content, for `pickle_writer.dumps`.
         storages: by their keys, the array, its elements, and how many bytes they are; or the bytes.
         begin: where it begins in the file that contains it.
     """
@@ -74,10 +74,10 @@ def saved(value: Any, storages: Storages, begin: int = 0) -> ZipLayout:
 
 
 def leaves_of(index: Index, left_out: Set[str] = frozenset()) -> tuple[dict[str, Any], Storages]:
-    """What a pickle has in the place of each leaf, and the storages that it refers to.
+    """The value that a pickle has in place of each leaf, and the storages that it refers to.
 
     Arguments:
-        index: of what is saved.
+        index: of the checkpoint.
         left_out: the names of arrays that it does not have as tensors.
     """
     leaves: dict[str, Any] = dict(index.values)
@@ -104,7 +104,7 @@ def object_of(node: Node | Leaf, value: Callable[[str], Any]) -> Any:
 
     Arguments:
         node: the tree.
-        value: what to write for each leaf.
+        value: the value to write for each leaf.
     """
     if isinstance(node, Leaf):
         return value(node.name)
@@ -112,7 +112,7 @@ def object_of(node: Node | Leaf, value: Callable[[str], Any]) -> Any:
 
 
 def container(node: Node, children: Sequence[Any]) -> Any:
-    """A container of a tree as it is pickled, of what is pickled of its children."""
+    """A container of a tree as it is pickled, from the pickled values of its children."""
     if node.kind == "wrapper":
         return children[0]
     if node.kind == "list":

@@ -34,7 +34,7 @@ from unickpt.extend import Box, Elements, FileBox, FileRange, Files, Opaque, quo
 _MOST_PICKLE = 1 << 30
 """Bytes of a pickle in memory."""
 _LARGE = 16 << 10  # bytes that stay in the file
-# What is followed by its length, of so many bytes, and by bytes; of Python 2 in texts as well.
+# Opcodes that are followed by a length, of so many bytes, and by bytes; texts of Python 2 as well.
 _BYTES = {pickle.BINBYTES: 4, pickle.BINBYTES8: 8, pickle.BYTEARRAY8: 8, pickle.BINSTRING: 4}
 _OUTSIDE = (pickle.PERSID, pickle.BINPERSID)
 _LENGTHS = {
@@ -94,9 +94,9 @@ class TorchFile:
         self.damaged = self._source.damaged
         """The error for a damaged file."""
         self.value = self._source.value
-        """What was saved: containers, plain values, `Tensor`s and `PickledObject`s."""
+        """The saved value: containers, plain values, `Tensor`s and `PickledObject`s."""
         self.pickle_size = self._source.pickle_size
-        """Bytes of the pickle, to bound what follows from it."""
+        """Bytes of the pickle, to bound work that depends on it."""
         self.name = name
         self._described: dict[int, PickledObject] | None = None
 
@@ -146,7 +146,7 @@ class TorchFile:
 
 
 class _Zip:
-    """What torch.save has written since torch 1.6.
+    """A file that torch.save wrote since torch 1.6.
 
     Arguments:
         archive: the zip file.
@@ -207,7 +207,8 @@ def _as_stored(persistent_id: Any) -> Any:
 
 
 class LegacyFile:
-    """What torch.save wrote before torch 1.6: pickles one after the other, then the storages.
+    """A file that torch.save wrote before torch 1.6: pickles one after the other, then the
+    storages.
 
     Arguments:
         files: of the checkpoint.
@@ -294,7 +295,7 @@ class BarePickle:
 
     Raises:
         CheckpointCorrupt: it is damaged.
-        UnsupportedFormat: it has what unickpt does not read.
+        UnsupportedFormat: it has content that unickpt does not read.
         Failed: the storage failed.
     """
 

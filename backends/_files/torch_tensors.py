@@ -83,7 +83,7 @@ class Tensor:
         offset: of its first element in the storage, in elements.
         shape: its extents.
         strides: in elements.
-        lazy: what torch left to be done when the elements are read, "conj", "neg" or both.
+        lazy: the operations that torch left for when the elements are read, "conj", "neg" or both.
     """
 
     storage: TorchStorage
@@ -134,8 +134,8 @@ def dtype_of(torch_dtype: Any) -> str:
 
 
 def _rebuild_tensor(storage: Any, offset: Any, shape: Any, strides: Any, *extra: Any) -> Tensor:
-    """Before torch 0.4 there is nothing more; then there are a flag for gradients, hooks, and what
-    is lazy."""
+    """Before torch 0.4 there is nothing more; later a flag for gradients, hooks, and lazy
+    operations."""
     return _tensor(storage, None, offset, shape, strides, *extra[2:])
 
 
@@ -172,7 +172,7 @@ def _tensor(
 
 
 def _lazy(flags: Any, dtype: str) -> tuple[str, ...]:
-    """What torch left to be done, as the pickle of a tensor says it: `{"conj": True}`."""
+    """The lazy operations, as the pickle of a tensor records them: `{"conj": True}`."""
     if flags is None:
         return ()
     if not isinstance(flags, dict):
@@ -184,7 +184,7 @@ def _lazy(flags: Any, dtype: str) -> tuple[str, ...]:
 
 
 def _rebuild_from_type(function: Any, kind: Any, args: Any, state: Any) -> Any:
-    """A tensor of a class of its own; not made if only its class knows what it consists of."""
+    """A tensor of a class of its own; not made if only its class knows its parts."""
     if not isinstance(function, Global) or function.make is None:
         return NotImplemented
     return function(args)
@@ -313,7 +313,7 @@ CONSTRUCTORS: Constructors = {
     "builtins.set": lambda *args: list(*args),
     "__builtin__.set": lambda *args: list(*args),
 }
-"""What makes tensors and containers of torch's pickles."""
+"""The constructors of tensors and containers in torch's pickles."""
 
 
 def storage(persistent_id: Any) -> TorchStorage:
@@ -351,7 +351,7 @@ def holds_tensors(obj: PickledObject, without: set[int], spend: Callable[[int], 
 
     Arguments:
         obj: the object.
-        without: identities of what is known to hold none; those that are found are added.
+        without: identities of objects known to hold none; new ones are added.
         spend: called with the number of values that are visited; raises if they are too many.
     """
     seen, pending = set[int](), [obj]

@@ -1,4 +1,4 @@
-"""What pickles of torch hold, as trees of containers, plain values and tensors."""
+"""The content of torch's pickles, as trees of containers, plain values and tensors."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _LEAST_NODES = 1000
 # All their names together, for each byte.
 _NAMES = 64
 # All objects of unknown classes together, which can share what they hold, for each byte; and all
-# texts, bytes and integers, of which each can be recalled with two bytes.
+# texts, bytes and integers, each of which can be recalled with two bytes.
 _OPAQUE = _VALUES = 64
 
 
@@ -68,13 +68,13 @@ class PlainTree:
         self._letters = _NAMES * self._nodes
         self._opaque = _OPAQUE * self._nodes
         self._values = _VALUES * self._nodes
-        self._without: set[int] = set()  # what holds no tensor, by its identity
+        self._without: set[int] = set()  # objects that hold no tensor, by identity
 
     def tree(self, value: Any, depth: int, letters: int) -> Any:
-        """The tree of what was found.
+        """The tree of a value.
 
         Arguments:
-            value: what a pickle holds.
+            value: the content of a pickle.
             depth: containers above it.
             letters: length of its name.
         """
@@ -86,7 +86,7 @@ class PlainTree:
             raise UnsupportedFormat(f"{self._where} is nested deeper than {MAX_DEPTH} levels")
         if isinstance(value, PickledObject):
             made = self._decoded(known_objects.decoded, value)
-            if isinstance(made, PickledObject) and made is not value:  # what holds it is left out
+            if isinstance(made, PickledObject) and made is not value:  # its holder is left out
                 return self.tree(made, depth + 1, letters)
             value = made
         if isinstance(value, dict):
@@ -109,7 +109,7 @@ class PlainTree:
         return self._counted(value) if is_plain(value) else _text(value)
 
     def _counted(self, value: Plain) -> Plain:
-        """A plain value, whose length counts: whoever writes it writes all of it."""
+        """A plain value, whose length counts: writing it writes all of it."""
         self._values -= plain_length(value)
         if self._values < 0:
             raise CheckpointCorrupt(f"{self._where}: its values are too long for its size")
@@ -133,12 +133,12 @@ class PlainTree:
         )
 
     def leaf(self, tensor: Tensor) -> Any:
-        """What a tensor is in the tree."""
+        """The node of a tensor in the tree."""
         self.tensors[id(tensor)] = tensor
         return tensor
 
     def a_dict(self, entries: Mapping[Any, Any], depth: int, letters: int) -> Any:
-        """What a dict is in the tree."""
+        """The node of a dict in the tree."""
         return self._children(entries.items(), depth, letters)
 
     def _children(
@@ -163,7 +163,7 @@ def _name(key: Any) -> str | int:
 
 
 def _text(value: Any) -> str:
-    """What is neither an array nor a plain value, as a text for people."""
+    """A value that is neither an array nor a plain value, as a text for people."""
     if isinstance(value, PickledObject | Global):  # as a key
         return f"<{shortened(value.name, _MOST_TEXT)}>"
     if is_plain(value) or isinstance(value, tuple):  # of a key, which is short

@@ -1,8 +1,8 @@
-"""What the Trainer and accelerate of Hugging Face have in their files besides weights: torch's
+"""The files of Hugging Face's Trainer and accelerate besides weights: torch's
 optimizers by numbers, generators, and values that are known.
 
 Sources: torch/optim/optimizer.py (`state_dict`), NumPy's `ndarray.__reduce__`, Python's
-`random.getstate`; what is stored is described in integrations/rng.py.
+`random.getstate`; integrations/rng.py describes the stored form.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ Tree = Node | Leaf
 _RECONSTRUCT = Global("numpy._core.multiarray._reconstruct")
 _NDARRAY, _DTYPE = Global("numpy.ndarray"), Global("numpy.dtype")
 TENSOR, DTYPE = "torch.Tensor", "dtype"
-"""What integrations.packing makes of a tensor: a dict with these keys."""
+"""A tensor as integrations.packing stores it: a dict with these keys."""
 
 
 def root_of(index: Index) -> dict[Any, Tree]:
-    """What is at the top of a checkpoint."""
+    """The container at the top of a checkpoint."""
     return children_by_key(tree_from_json(index.tree))
 
 
@@ -110,12 +110,12 @@ class KnownTorchFile:
 
         Arguments:
             name: of the file.
-            value: what it holds, for `pickle_writer.dumps`.
+            value: its content, for `pickle_writer.dumps`.
         """
         return torch_layout.planned_file(name, value, self._storages, last=False)
 
     def tensor(self, array: Any) -> PickledCall:
-        """A tensor with what a NumPy array holds."""
+        """A tensor with the elements of a NumPy array."""
         array = np.ascontiguousarray(array).reshape(np.shape(array))
         key, dtype = str(len(self._storages)), dtype_name(array.dtype)
         self._storages[key] = array.astype(array.dtype.newbyteorder("<")).tobytes()
@@ -124,7 +124,7 @@ class KnownTorchFile:
         return torch_layout.tensor(entry, array.shape, key)
 
     def stored(self, entry: ArrayEntry) -> PickledCall:
-        """A tensor with what a stored array holds; the same one each time."""
+        """A tensor with the elements of a stored array; the same tensor each time."""
         if entry.name not in self._stored:
             key = str(len(self._storages))
             self._storages[key] = (entry.name, Box.whole(entry.shape), entry.nbytes)
@@ -132,7 +132,7 @@ class KnownTorchFile:
         return self._stored[entry.name]
 
     def plain(self, value: Any) -> Any:
-        """A value in which arrays are tensors, without what says that they stand for tensors."""
+        """A value in which arrays are tensors, without the marks of packed tensors."""
         if isinstance(value, np.ndarray | np.generic):
             return self.tensor(value)
         if isinstance(value, dict) and value.keys() == {TENSOR, DTYPE}:
@@ -159,7 +159,7 @@ def generators(file: KnownTorchFile, rng_states: Any, name: str) -> dict[str, An
 
     Arguments:
         file: takes the tensors.
-        rng_states: what `unickpt.integrations.rng` has saved.
+        rng_states: as `unickpt.integrations.rng` saved them.
         name: of the leaf, for messages.
 
     Raises:

@@ -30,10 +30,10 @@ def table_of_tree(
     Arguments:
         files: of the checkpoint.
         root: the tree.
-        kinds: the classes of what stands for arrays in it.
-        put: adds what stands for an array to the table.
+        kinds: the classes of placeholders for arrays in it.
+        put: adds the placeholder of an array to the table.
         expand: as for `flatten_tree`.
-        identity: equal for what stands for the same array, whose other names are aliases.
+        identity: equal for placeholders of the same array, whose other names are aliases.
 
     Raises:
         UnsupportedFormat: the tree has names, or is nested, as no tree of unickpt; besides, all

@@ -21,7 +21,7 @@ _LOCAL_BYTES = 30  # before the name
 _SIZES_FOLLOW = 8  # a flag: the local header has no sizes
 _WIDE = 0xFFFFFFFF
 _STEP = 1 << 20  # bytes at a time
-_SPARE = 1000  # what compressed bytes need more than they become, at most, of a short beginning
+_SPARE = 1000  # how many bytes a short compressed beginning can exceed its decompressed size
 _TAIL = 65_557  # the record at the end, with the longest comment
 _SHORT_TAIL = 1024  # enough without a comment; has the directory, too, of a few members
 _MOST_DIRECTORY = 1 << 30
@@ -90,7 +90,8 @@ class ZipFile:
         )
         expected = (member.crc, member.compressed, member.size)
         header_facts = (crc, compressed, size)
-        # Sizes that were not known yet follow the data; those of more than 32 bits are elsewhere.
+        # Sizes unknown at the time of writing follow the data; those of more than 32 bits are
+        # elsewhere.
         differs = not flags & _SIZES_FOLLOW and any(
             t not in (e, _WIDE) for t, e in zip(header_facts, expected, strict=True)
         )
@@ -104,8 +105,8 @@ class ZipFile:
         return begin
 
     def summed(self, member: Member, begin: int, head: bytes = b"") -> None:
-        """Makes known where a member is that is not compressed, and read in ranges: whoever reads
-        all of it through `CheckedFiles` compares it with its checksum.
+        """Registers an uncompressed member that is read in ranges: a full read through
+        `CheckedFiles` compares it with its checksum.
 
         Arguments:
             member: the member.
