@@ -17,7 +17,7 @@ from unickpt.storage import schemes
 _ATTEMPTS = 10
 _METADATA = "http://169.254.169.254"
 _METADATA_TIMEOUT_S = 1.0
-# Settings of a profile with which TensorStore gets keys.
+# Settings of a profile that TensorStore can get keys with.
 _KEY_SETTINGS = ("aws_access_key_id", "role_arn", "credential_process")
 _SSO_SETTINGS = ("sso_session", "sso_start_url")
 _DIGEST_MASK = (1 << 24) - 1  # fits into nanoseconds below a second
@@ -137,7 +137,7 @@ def _settings(profile: str, *files: tuple[str, object]) -> Mapping[str, str]:
         try:
             parser.read(path, encoding="utf-8")
         except (configparser.Error, UnicodeDecodeError, OSError):
-            continue  # TensorStore reports what it cannot read
+            continue  # TensorStore reports files that it cannot read
         for section in (f"profile {profile}", profile):
             if parser.has_section(section):
                 settings |= parser.items(section)
@@ -145,7 +145,7 @@ def _settings(profile: str, *files: tuple[str, object]) -> Mapping[str, str]:
 
 
 def _version(path: str) -> tuple[int, int, int] | None:
-    """What changes when a file does; None if it cannot be read."""
+    """A value that changes when a file does; None if it cannot be read."""
     try:
         facts = os.stat(path)
     except OSError:
@@ -159,8 +159,8 @@ class CredentialSource:
     Arguments:
         spec: TensorStore's `aws_credentials`.
         text: for messages; never has a secret.
-        state: what changes with the keys. TensorStore itself renews those that have an expiry, as
-            those of roles.
+        state: a value that changes with the keys. TensorStore itself renews keys that expire, such
+            as those of roles.
     """
 
     def __init__(self, spec: Mapping[str, str], text: str, *state: object) -> None:

@@ -54,7 +54,7 @@ def scan(files: Files, name: str) -> Any:
 
     Raises:
         CheckpointCorrupt: it is damaged.
-        UnsupportedFormat: it contains what unickpt lacks.
+        UnsupportedFormat: it contains values that unickpt lacks.
         Failed: the storage failed.
     """
     return _MsgpackScanner(Cursor(files, name)).root()

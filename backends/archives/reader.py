@@ -1,6 +1,6 @@
 """Checkpoints in zip and tar files and in files of gzip, read in place: `.nemo`, `.mar` and others.
 
-What is in an archive is read as a folder would be, by the format that recognises it. Zip files of
+The content of an archive is read as a folder, by the format that recognises it. Zip files of
 Stable-Baselines3 (stable_baselines3/common/save_util.py) hold several files of torch.save, and are
 one checkpoint.
 """
@@ -32,7 +32,7 @@ from unickpt.extend import (
 )
 
 _HEAD = 512
-# The formats of what can be in an archive, in the order in which they are asked.
+# The formats that an archive can contain, in the order in which they are tried.
 _FORMATS = (
     "bytecheckpoint", "megatron", "dcp", "deepspeed", "safetensors", "torch", "flax-msgpack",
     "hdf5", "gguf", "npz", "equinox", "npy", "pickle", "onnx",
@@ -109,7 +109,7 @@ def _members(files: Files, name: str) -> Mapping[str, ArchivePart] | None:
 
 
 def _inside(files: MemberFiles, name: str) -> Reader | None:
-    """The reader of what is in an archive: of the folder next to its top in which something is."""
+    """The reader of an archive's content: of the highest folder with a checkpoint."""
     folders = {"", *(f"{path.rpartition('/')[0]}/" for path in files.names if "/" in path)}
     in_order = sorted(folders, key=lambda folder: (folder.count("/"), folder))[:_MOST_FOLDERS]
     for _, level in groupby(in_order, key=lambda folder: folder.count("/")):
@@ -126,7 +126,7 @@ def _inside(files: MemberFiles, name: str) -> Reader | None:
 
 
 def _first(files: MemberFiles) -> Reader | None:
-    """What the first format that recognises a folder makes of it."""
+    """The reader of the first format that recognises a folder."""
     for name in _FORMATS:
         try:
             reader = cast(Format, format_named(name)).open(files, {})

@@ -37,14 +37,14 @@ from unickpt.extend import (
 _ZIP = b"PK\x03\x04"
 _EDGE = 1024  # of a chunk's zip: its pickle is at the beginning, its directory at the end
 _ZIP_END = b"PK\x05\x06"
-_AROUND = 1 << 20  # what a zip has at most beside the elements of its tensor
+_AROUND = 1 << 20  # the most bytes of a zip besides the elements of its tensor
 
 
 class LocatedElements:
     """The elements of a chunk, in row-major order; where they are is found out when first read.
 
     Arguments:
-        blob: what holds the chunk.
+        blob: holds the chunk.
         find: finds out where they are; raises `CheckpointCorrupt` if the chunk is another.
     """
 
@@ -68,9 +68,9 @@ class Compressed:
     """Elements within a blob that is compressed; all of it is read for any of them.
 
     Arguments:
-        blob: what is compressed.
+        blob: the compressed bytes.
         most: bytes without compression.
-        inner: makes the elements in the file that the blob is without compression.
+        inner: makes the elements from the decompressed file.
     """
 
     def __init__(self, blob: Blob, most: int, inner: Callable[[], Elements]) -> None:
@@ -200,11 +200,11 @@ def _contradicts(dtype: str, chunk: DcpChunk, content: str) -> CheckpointCorrupt
     )
 
 
-# --- files of which some bytes are in memory ------------------------------------------------------
+# --- files whose bytes are partly in memory -------------------------------------------------------
 
 
 class ChunkFacts(Files):
-    """Files of which some bytes are in memory already.
+    """Files whose bytes are partly in memory already.
 
     Arguments:
         files: the others.
@@ -222,7 +222,7 @@ class ChunkFacts(Files):
                 return data[offset - begin : offset - begin + length]
         begin, data = self._all[-1]
         if offset + length == begin + len(data) and _ZIP_END in data:
-            # Who looks for the end of a zip asks for more than the end has, except for comments.
+            # A search for the end of a zip reads more than the end has, except for comments.
             return bytes(length - len(data)) + data
         return self._files.read(file, offset, length)
 

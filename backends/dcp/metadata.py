@@ -72,7 +72,7 @@ class TensorFacts:
 
 @dataclass(frozen=True)
 class Metadata:
-    """What a `.metadata` says.
+    """The content of a `.metadata`.
 
     Arguments:
         tensors: by name.
@@ -80,7 +80,7 @@ class Metadata:
         names: of both, in the order of the metadata.
         paths: of the names in the state that was saved, as far as recorded.
         version: of the metadata; empty if it has none.
-        added: what other systems add to torch's metadata, as it was pickled: by the name of the
+        added: fields that other systems add to torch's metadata, as pickled: by the name of the
             field.
     """
 
@@ -103,7 +103,7 @@ def read(data: bytes, where: str, roots: Collection[str] = ROOTS) -> Metadata | 
 
     Arguments:
         data: its bytes; untrusted.
-        where: what it is, for messages.
+        where: its description, for messages.
         roots: the classes of the metadata of the format.
 
     Returns:
@@ -111,7 +111,7 @@ def read(data: bytes, where: str, roots: Collection[str] = ROOTS) -> Metadata | 
 
     Raises:
         BadPickle: it is damaged.
-        UnsupportedFormat: it uses what unickpt does not read.
+        UnsupportedFormat: it uses features that unickpt does not read.
     """
     root = pickles.read(data, torch_tensors.CONSTRUCTORS)
     if not isinstance(root, PickledObject):

@@ -76,7 +76,7 @@ def read_objects(files: Files, objects: Mapping[str, Blob]) -> dict[str, Any]:
 
 
 def read_file(files: Files, name: str) -> Any:
-    """What torch.save wrote into a file, as `read_objects` returns it.
+    """The content of a file of torch.save, as `read_objects` returns it.
 
     Raises:
         CheckpointCorrupt: it is missing or damaged.

@@ -1,8 +1,8 @@
 """torch's distributed checkpoints (DCP), as `FileSystemWriter` writes them.
 
 Source: torch/distributed/checkpoint/filesystem.py and _nested_dict.py. The tree is that of the
-state that was saved, as far as the metadata records the path of each value; what has no recorded
-path has the name that DCP gives it.
+state that was saved, as far as the metadata records the path of each value; a value without a
+recorded path has the name that DCP gives it.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def read_metadata(
         raise unread(error, where) from error
 
 
-# --- what is stored -----------------------------------------------------------------------------
+# --- stored values ------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -161,7 +161,7 @@ def nested(files: Files, state: Mapping[str, Any], paths: Mapping[str, KeyPath])
     Arguments:
         files: of the checkpoint, for messages.
         state: its values by name.
-        paths: the keys of which each name consists, as far as they are known.
+        paths: the keys that each name consists of, as far as they are known.
 
     Raises:
         CheckpointCorrupt: one value lies within another.

@@ -61,10 +61,10 @@ class DcpWriter:
 
 
 class _DcpPlanner:
-    """Collects blobs and what the metadata say of them.
+    """Collects blobs and their metadata.
 
     Arguments:
-        index: what is written.
+        index: of the checkpoint.
         most_bytes: of a file.
     """
 
@@ -105,7 +105,7 @@ class _DcpPlanner:
         return Plan((*self._files.planned(), last), self._arrays, self._values)
 
     def _visited(self, node: Node | Leaf, path: _KeyPath) -> Iterator[_Visited]:
-        """What DCP stores under a name of its own, with its path.
+        """The values that DCP stores under names of their own, with their paths.
 
         That is all in dicts, and in lists that contain tensors or dicts; anything else is one
         value.

@@ -43,7 +43,7 @@ def check(folder: DeepSpeedFolder, models: Models, optimizers: Optimizers) -> No
 
 
 def _check_experts(folder: DeepSpeedFolder, models: Models) -> None:
-    """Checks that the file of each expert is there, where the model file tells their number."""
+    """Checks that the file of each expert is there, if the model file records their number."""
     for rank, (model, *_) in enumerate(models):
         num_experts = model.file.state.get("num_experts")
         counts = num_experts if folder.experts and isinstance(num_experts, list) else ()
@@ -82,7 +82,7 @@ def _check_optimizers(folder: DeepSpeedFolder, models: Models, optimizers: Optim
     files = list(itertools.chain(*optimizers))
     version = model.file.state.get("ds_version")
     same_everywhere([(o.file, o.version) for o in files], "the version of DeepSpeed", version)
-    # The only number in these files that tells two saves apart.
+    # The only number in these files that differs between two saves.
     check_steps(folder, [(o.file, o.groups[0].scalars.get("step")) for o in files if o.groups])
 
 

@@ -1,4 +1,4 @@
-"""What a DeepSpeed checkpoint holds, as a tree of arrays and plain values."""
+"""The content of a DeepSpeed checkpoint, as a tree of arrays and plain values."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ OF_ENGINE = (
     "ds_version", "ds_config", "lr_scheduler", "data_sampler", "random_ltd",
     "sparse_tensor_module_names",
 )  # fmt: skip
-"""What DeepSpeed itself puts into a model file and unickpt shows."""
-# What is only read to find the arrays. All else is the user's, `client_state`.
+"""Values that DeepSpeed itself puts into a model file and unickpt shows."""
+# Values that are only read to find the arrays. All others are the user's, `client_state`.
 _STRUCTURE = (
     "module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "shared_params",
     "frozen_param_fragments", "checkpoint_parallel_dimensions", "universal_checkpoint_info",
@@ -39,11 +39,11 @@ _EXPERTS = "deepspeed_experts."
 
 
 class Contents:
-    """What a checkpoint holds.
+    """The content of a checkpoint.
 
     Arguments:
         folder: its files.
-        hints: what the user says of it.
+        hints: of the user.
 
     Raises:
         CheckpointCorrupt, UnsupportedFormat, HintError: see `reader.open`.
@@ -145,7 +145,7 @@ class Contents:
     def _parameters(
         self, of_module: ModuleWeights
     ) -> tuple[Sequence[Mapping[str, Parameter]], Any]:
-        """By rank, what it holds of parameters; and how the ranks' parts are combined."""
+        """By rank, its parts of parameters; and how the ranks' parts are combined."""
         models = [of_rank[0] for of_rank in self._models]
         if self.folder.universal:
             shapes = models[0].shapes if models else ()
@@ -172,7 +172,8 @@ class Contents:
     def _module(
         self, module_weights: ModuleWeights, fp32: dict[str, Any], of_weights: Mapping[str, str]
     ) -> dict[str, Any]:
-        """The module's state; adds to that in float32 what the optimizer does not have."""
+        """The module's state; adds to the state in float32 the weights that the optimizer does not
+        have."""
         module, of_module = dict[str, Any](), dict[str, str]()
         for named in self._ranks.combined(MODULE, module_weights.held):
             module[named.name], of_module[named.name] = named.array, named.of
@@ -194,8 +195,8 @@ class Contents:
         return module
 
     def _has_unnamed_masters(self) -> bool:
-        """Whether the weights in float32 are there, but nothing tells which are whose: DeepSpeed's
-        optimizer of 16 bits without ZeRO flattens them."""
+        """Whether the weights in float32 are there, but no file maps them to parameters:
+        DeepSpeed's optimizer of 16 bits without ZeRO flattens them."""
         states = (
             model.file.state.get("optimizer") for of_rank in self._models for model in of_rank
         )
@@ -207,7 +208,7 @@ class Contents:
         module: Mapping[str, Any],
         of_weights: Mapping[str, str],
     ) -> None:
-        """Checks that what is trained has weights; experts have files of their own."""
+        """Checks that trained parameters have weights; experts have files of their own."""
         missing = sorted(module_weights.trained.keys() - set(of_weights.values()))
         if self.folder.experts:
             missing += [name for name in of_weights if _EXPERTS in name and name not in module]
@@ -239,7 +240,7 @@ class Contents:
             self._add(name, self._plain(values, file))
 
     def _optimizer_values(self) -> Iterator[tuple[Any, StateFile]]:
-        """What the optimizer has besides the slots of parameters; of experts, each rank's."""
+        """The optimizer's state besides the slots of parameters; of experts, each rank's."""
         if self._optimizers:
             first = self._optimizers[0][0]
             yield first.plain, first.file
@@ -271,7 +272,7 @@ def _without_padding(values: dict[Any, Any]) -> dict[Any, Any]:
 def _by_rank(
     folder: DeepSpeedFolder, names: Sequence[Sequence[str]], decode: Any
 ) -> list[list[Any]]:
-    """What files hold, by model-parallel rank, by data-parallel rank."""
+    """The content of files, by model-parallel rank, by data-parallel rank."""
     contents = iter(read_all(folder.files, [name for group in names for name in group], decode))
     return [[next(contents) for _ in of_rank] for of_rank in names]
 

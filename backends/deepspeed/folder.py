@@ -14,7 +14,7 @@ from typing import Any
 from unickpt.extend import Files, quoted
 
 LATEST, LATEST_UNIVERSAL = "latest", "latest_universal"
-_SCRIPT = "zero_to_fp32.py"  # DeepSpeed puts it beside `latest`; it is never run
+_SCRIPT = "zero_to_fp32.py"  # DeepSpeed puts it next to `latest`; it is never run
 
 _MODEL = re.compile(r"(?:zero_pp_rank_(\d{1,6})_)?mp_rank_(\d{1,6})_model_states\.pt")
 _OPTIMIZER = re.compile(
@@ -42,7 +42,7 @@ class DeepSpeedFolder:
         layers: of a pipeline, by the number of the layer, by tensor-parallel rank.
         experts: the files of the experts, by layer, number and mp rank.
         states: of a universal checkpoint, by parameter, its files by slot.
-        common: the file of a universal checkpoint with what its parameters have in common.
+        common: the file of a universal checkpoint with the settings that its parameters share.
     """
 
     files: Files
@@ -148,7 +148,7 @@ def _refuse_mixed(
 def _grid(
     files: Files, matches: Mapping[str, re.Match[str]], kind: str = "data-parallel"
 ) -> list[list[str]]:
-    """Files by mp rank and by that of the other kind, without a hole."""
+    """Files by mp rank and by the rank of the other kind, without gaps."""
     by_rank: dict[tuple[int, int], str] = {}
     for name, match in matches.items():
         rank = int(match[2]), int(match[1] or 0)

@@ -53,9 +53,9 @@ class RankPiece:
     Arguments:
         box: of the parameter.
         rank: tensor-parallel.
-        first: the number of its first element in what the rank holds, in row-major order.
+        first: the index of its first element in the rank's tensor, in row-major order.
         strides: of the box's dimensions there.
-        scale: what the rank's elements are multiplied by.
+        scale: factor of the rank's elements.
     """
 
     box: Box
@@ -67,7 +67,7 @@ class RankPiece:
 
 @dataclass(frozen=True)
 class TensorParallelPlan:
-    """How a parameter follows from what the ranks hold.
+    """How to assemble a parameter from the ranks' tensors.
 
     Arguments:
         shape: of the parameter.
@@ -85,7 +85,7 @@ class TensorParallelRules:
 
     Arguments:
         info: a `universal_checkpoint_info`; untrusted.
-        hints: what the user says instead of some of it.
+        hints: of the user; override some of it.
         degree: of tensor parallelism.
 
     Raises:
@@ -118,11 +118,11 @@ class TensorParallelRules:
         """Whether it says anything; otherwise ranks cannot be merged."""
 
     def plan(self, name: str, shapes: Sequence[Extents]) -> TensorParallelPlan:
-        """How a parameter follows from what the ranks hold.
+        """How to assemble a parameter from the ranks' tensors.
 
         Arguments:
             name: of the parameter.
-            shapes: of what each rank holds.
+            shapes: of each rank's tensor.
 
         Raises:
             BadInfo: the rule for it does not fit the shapes.
@@ -137,7 +137,7 @@ class TensorParallelRules:
         return plan
 
     def held(self, name: str, shapes: Sequence[Extents], rank: int) -> Sequence[RankPiece]:
-        """What one rank holds of a parameter, also if another one holds the same.
+        """One rank's part of a parameter, also if another one holds the same.
 
         Arguments:
             name, shapes: as for `plan`.
@@ -253,7 +253,7 @@ def _sub_plan(
     """Sub-parameters one after the other along a dimension, each of all ranks in turn.
 
     Arguments:
-        shapes: of what each rank holds.
+        shapes: of each rank's tensor.
         dim: the dimension.
         widths: by sub-parameter, by rank.
     """
@@ -299,7 +299,7 @@ def _cut(plan: TensorParallelPlan, size: Any) -> TensorParallelPlan:
 
 
 def _affine_plan(said: Any, shapes: Sequence[Extents]) -> TensorParallelPlan:
-    """What an affine map says: strided pieces of what each rank holds, and of the parameter."""
+    """An affine map as strided pieces of each rank's tensor and of the parameter."""
     said = _dict(said, "an affine map")
     logical = _shape(said.get("logical_shape"), "logical_shape")
     by_rank = {int(rank): spec for rank, spec in _dict(said.get("ranks"), "ranks").items()}
@@ -383,7 +383,7 @@ def _affine_maps(said: Mapping[str, Any]) -> PatternTable:
     return _patterns(_dict(said.get("params") or {}, "the affine map's params"), _AFFINE)
 
 
-# --- what is said, checked ----------------------------------------------------------------------
+# --- checks of untrusted input ------------------------------------------------------------------
 
 
 def check_hints(hints: Mapping[str, Any]) -> None:

@@ -20,7 +20,7 @@ from unickpt.backends.deepspeed.states import (
 from unickpt.extend import TensorSource, quoted
 
 EXPERT = re.compile(r"(.*deepspeed_experts\.)(\d{1,9})(\..*)")
-"""The name of a parameter of an expert: what is before and behind the expert's number."""
+"""The name of a parameter of an expert: the parts before and after the expert's number."""
 
 
 def parameters(

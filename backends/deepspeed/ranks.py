@@ -19,8 +19,8 @@ class Named(NamedTuple):
     Arguments:
         name: its own.
         of: the name that its ranks have for it.
-        rank: the model-parallel rank whose it is alone, if nothing tells how ranks share it; else
-            the lowest that holds it.
+        rank: the model-parallel rank that owns it alone, if no file records how ranks share it;
+            else the lowest that holds it.
         array: the array.
     """
 
@@ -31,16 +31,17 @@ class Named(NamedTuple):
 
 
 class EngineRanks:
-    """Puts together what model-parallel ranks hold; rank = stage * degree + tensor-parallel rank.
+    """Puts together the parts of model-parallel ranks; rank = stage * degree + tensor-parallel
+    rank.
 
     Arguments:
         where: the checkpoint, for errors.
         degree: of tensor parallelism.
-        info: what the files say about tensor parallelism.
-        hints: what the user says.
+        info: about tensor parallelism, from the files.
+        hints: of the user.
 
     Raises:
-        CheckpointCorrupt, UnsupportedFormat, HintError: what they say is wrong, or not supported.
+        CheckpointCorrupt, UnsupportedFormat, HintError: they are wrong, or not supported.
     """
 
     def __init__(
@@ -59,7 +60,7 @@ class EngineRanks:
     def combined(
         self, kind: str, parts_by_rank: Sequence[Mapping[str, TensorSource]]
     ) -> Iterator[Named]:
-        """The arrays of which ranks hold parts.
+        """The arrays whose parts ranks hold.
 
         Arguments:
             kind: the slot, for errors.
@@ -93,7 +94,7 @@ class EngineRanks:
     def apart(
         self, kind: str, parts_by_rank: Sequence[Mapping[str, TensorSource]]
     ) -> Iterator[Named]:
-        """The ranks' parts as arrays of their own, of what has no names.
+        """The ranks' parts of state without names, as arrays of their own.
 
         Arguments: as for `combined`.
         """
@@ -151,7 +152,7 @@ class EngineRanks:
 
 
 def _layout(plan: merging.TensorParallelPlan, degree: int) -> Layout | None:
-    """The layout that splits one dimension among the ranks, if that is what they hold."""
+    """The layout that splits one dimension among the ranks, if they hold such parts."""
     mesh = Mesh(("tp",), (degree,), tuple(range(degree)))
     boxes = [piece.box for piece in plan.pieces]
     dims = [d for d, n in enumerate(plan.shape) if boxes[0].shape[d] != n]
@@ -163,7 +164,7 @@ def _layout(plan: merging.TensorParallelPlan, degree: int) -> Layout | None:
 
 
 def _box(piece: merging.RankPiece, source: TensorSource) -> FileBox:
-    """A piece, as a box of what a rank holds."""
+    """A piece, as a box of a rank's tensor."""
     if source.is_row_major:
         return FileBox(piece.box, source.elements, source.first + piece.first, piece.strides)
     expected = row_major(source.shape)
@@ -178,7 +179,7 @@ def _box(piece: merging.RankPiece, source: TensorSource) -> FileBox:
 
 
 def _mean(plan: merging.TensorParallelPlan, sources: Sequence[TensorSource]) -> MergedArray:
-    """The mean of what the ranks hold, which is all of it."""
+    """The mean of the ranks' tensors, each of which has all elements."""
     steps = sources[0].steps
     if any(source.steps != steps for source in sources):
         raise merging.Unsupported("it is a mean, and the ranks hold it in different orders")

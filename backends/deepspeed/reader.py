@@ -1,6 +1,6 @@
 """DeepSpeed's checkpoints, read in place: ZeRO's partitions, tensor parallelism, pipelines.
 
-Nothing is merged or written, and opening reads only what the pickles say, not the tensors. Names:
+Nothing is merged or written, and opening reads only the pickles, not the tensors. Names:
 `module/<p>` is the module's state, `fp32/<p>` the same in float32, from the optimizer's masters
 where there are any; `exp_avg/<p>`, `step/<p>` and so on are the optimizer's slots.
 """
@@ -48,7 +48,7 @@ from unickpt.extend import (
 HINTS: Collection[str] = merging.HINTS
 TensorParallelRules = merging.TensorParallelRules  # for the trainer, by `format_named`
 
-# Into how many chunks an array is cut, and what a chunk has at least, in bytes.
+# Into how many chunks an array is cut, and the fewest bytes of a chunk.
 _CHUNKS, _LEAST_CHUNK = 16, 16 << 10
 
 
@@ -57,7 +57,7 @@ def open(files: Files, hints: Mapping[str, Any]) -> Reader | None:
 
     Raises:
         CheckpointCorrupt: a file is damaged or missing, or files of several saves are mixed.
-        UnsupportedFormat: it uses what is not supported.
+        UnsupportedFormat: it uses features that are not supported.
         HintError: a hint is wrong, or fits nothing.
         StorageError: the storage failed.
     """
@@ -76,7 +76,7 @@ class DeepSpeedReader(RangeReader):
     """The arrays and plain values of a checkpoint.
 
     Arguments:
-        contents: what it holds.
+        contents: of the checkpoint.
     """
 
     format = "deepspeed"

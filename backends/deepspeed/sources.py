@@ -1,4 +1,4 @@
-"""Tensors as they lie in files: what one rank holds, and arrays that consist of such."""
+"""Tensors as they lie in files: parts of one rank, and arrays that consist of such parts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from unickpt.extend import FileBox, Layout, TensorSource, dtype_from_name
 
 FLOAT32 = "float32"
 SlotValue = TensorSource | int | float
-"""What an optimizer holds of a parameter: a tensor, or a number such as its step."""
+"""A slot of an optimizer: a tensor, or a number such as its step."""
 Shapes = Mapping[str, tuple[int, ...]]
 """Of parameters, by name."""
 
@@ -27,7 +27,7 @@ class MergedArray:
         shape: its extents.
         boxes: of the array; they cover it exactly once.
         layout: how the ranks split it, if that is stored and a layout can express it.
-        copies: what others have of it; must be equal, and is compared by `verify`.
+        copies: of other ranks; must be equal, which `verify` checks.
     """
 
     dtype: str
@@ -58,7 +58,7 @@ def widened(array: MergedArray) -> MergedArray:
 
 @dataclass(frozen=True)
 class Parameter:
-    """What one model-parallel rank, or all of them, hold of a parameter besides its weights.
+    """The optimizer state that one model-parallel rank, or all of them, hold of a parameter.
 
     Arguments:
         shape: its extents there.
@@ -72,7 +72,7 @@ class Parameter:
 
 
 class EvenParts(Sequence[ElementRun]):
-    """The parts of a tensor of which each rank holds as many elements, the last ones fewer.
+    """The parts of a tensor that is split evenly among ranks; the last ones have fewer elements.
 
     They are made when they are needed: parameters times ranks can be millions.
 

@@ -60,11 +60,11 @@ class StateFile:
         return self.a_dict(self.value, "the file")
 
     def damaged(self, reason: str) -> CheckpointCorrupt:
-        """The error for what it holds."""
+        """The error for damaged content."""
         return self.files.damaged(f"{self.name}: {reason}")
 
     def unsupported(self, reason: str) -> UnsupportedFormat:
-        """The error for what is not supported."""
+        """The error for unsupported features."""
         return self.files.unsupported(f"{self.name}: {reason}")
 
     def a_dict(self, value: Any, what: str) -> dict[Any, Any]:
@@ -121,7 +121,7 @@ class StateFile:
 
 
 def read_all(files: Files, names: Sequence[str], decode: Callable[[StateFile], T]) -> list[T]:
-    """What files hold, in order; on several threads, as most of the time is waiting.
+    """The content of files, in order; on several threads, as most of the time is waiting.
 
     Arguments:
         files: of the checkpoint.
@@ -138,7 +138,7 @@ def read_all(files: Files, names: Sequence[str], decode: Callable[[StateFile], T
 
 @dataclass(frozen=True)
 class ModelFileState:
-    """What a model file holds.
+    """The content of a model file.
 
     Arguments:
         file: which.
@@ -170,11 +170,11 @@ class ModelFileState:
 
 
 def model_state(file: StateFile) -> ModelFileState:
-    """What a model file holds.
+    """The content of a model file.
 
     Raises:
         CheckpointCorrupt: it is damaged.
-        UnsupportedFormat: it uses what is not supported.
+        UnsupportedFormat: it uses features that are not supported.
     """
     state = file.state
     if "module" not in state:
@@ -252,7 +252,7 @@ def _degrees(file: StateFile, degrees: Any) -> tuple[int, int] | None:
 
 @dataclass(frozen=True)
 class ParameterGroup:
-    """What one rank holds of a group of parameters, or of a sub-group at stage 3.
+    """One rank's part of a group of parameters, or of a sub-group at stage 3.
 
     Arguments:
         slots: flat tensors by slot; `fp32` has the weights.
@@ -269,7 +269,7 @@ class ParameterGroup:
 
 @dataclass(frozen=True)
 class OptimizerState:
-    """What an optimizer file holds.
+    """The content of an optimizer file.
 
     Arguments:
         file: its name.
@@ -287,11 +287,11 @@ class OptimizerState:
 
 
 def optimizer_state(file: StateFile) -> OptimizerState:
-    """What an optimizer file holds.
+    """The content of an optimizer file.
 
     Raises:
         CheckpointCorrupt: it is damaged.
-        UnsupportedFormat: it uses what is not supported.
+        UnsupportedFormat: it uses features that are not supported.
     """
     state = file.a_dict(file.state.get("optimizer_state_dict"), "optimizer_state_dict")
     stage = state.get("zero_stage", 1)  # BF16_Optimizer does not say it
@@ -317,7 +317,7 @@ def optimizer_state(file: StateFile) -> OptimizerState:
 
 
 def common_values(state: Mapping[Any, Any]) -> dict[Any, Any]:
-    """What an optimizer's state has besides the states of parameters."""
+    """The values of an optimizer's state besides the states of parameters."""
     plain = {key: value for key, value in state.items() if key not in _OF_PARAMETERS}
     if "loss_scaler" in plain:
         plain["loss_scaler"] = _loss_scaler(plain["loss_scaler"])
@@ -411,7 +411,7 @@ def slots_of(
         file: that has it.
         state: by slot.
         owner: whose state it is, for errors.
-        reserved: what no slot may be called.
+        reserved: names that no slot may have.
 
     Raises:
         UnsupportedFormat: it has something else.
@@ -455,9 +455,9 @@ def same_everywhere(
     """Checks that files agree about something.
 
     Arguments:
-        files: each with what it says.
-        what: that is, for the error.
-        expected: what they must say; None for what the first one says.
+        files: each with its value.
+        what: names the value, for the error.
+        expected: the value that they must have; None for that of the first one.
     """
     first: StateFile | None = None
     for file, value in files:

@@ -1,5 +1,5 @@
-"""DeepSpeed's universal checkpoints that take what describes a model and its optimizer from a
-template, a universal checkpoint of the same model.
+"""DeepSpeed's universal checkpoints whose descriptions of model and optimizer come from a template,
+a universal checkpoint of the same model.
 
 Source: deepspeed/checkpoint/{ds_to_universal,universal_checkpoint}.py.
 """
@@ -42,7 +42,7 @@ def plan(index: Index, template: str | os.PathLike[str]) -> Plan:
     """Plans the files.
 
     Arguments:
-        index: of what is written.
+        index: of the checkpoint.
         template: a local folder.
 
     Raises:
@@ -106,7 +106,7 @@ class _TemplateSlot:
     Arguments:
         shape: of its tensor; of a number ().
         dtype: of its tensor; None for a number.
-        extras: what else it says, such as how to split it; None if it is a tensor alone.
+        extras: other values of the file, such as how to split it; None if it is a tensor alone.
     """
 
     shape: tuple[int, ...]

@@ -26,12 +26,12 @@ def parameters(
     Arguments:
         folder: the checkpoint.
         shapes: of the model files, by group of parameters.
-        copied: the names of the module's state. What DeepSpeed only copied from it into
-            the folder, such as buffers, is left out.
+        copied: the names of the module's state. Tensors that DeepSpeed only copied from it into the
+            folder, such as buffers, are left out.
 
     Raises:
         CheckpointCorrupt: a file is missing, or contradicts others.
-        UnsupportedFormat: nothing tells the shape of a parameter.
+        UnsupportedFormat: no file records the shape of a parameter.
     """
     all_shapes = {name: shape for group in shapes for name, shape in group.items()}
     _check_complete(folder, all_shapes)
@@ -57,7 +57,7 @@ def _check_complete(folder: DeepSpeedFolder, all_shapes: Mapping[str, Any]) -> N
     for name in all_shapes:
         if name not in folder.states and _EXPERTS not in name:
             raise folder.files.incomplete(f"array 'fp32/{name}': there is no folder zero/{name}")
-    # Without model files, only those with several files can be told from what was copied.
+    # Without model files, only those with several files can be distinguished from copies.
     trained = {
         n: set(s)
         for n, s in folder.states.items()

@@ -1,8 +1,8 @@
 """The optimizer without ZeRO: torch's own state, in the model file or, with experts, in files of
 the expert-parallel ranks.
 
-torch numbers the parameters. It names them only if the optimizer was made of names and parameters
-(`Adam(model.named_parameters())`), and then by the names that a rank has for them.
+torch numbers the parameters. It names them only if the optimizer was built from names and
+parameters (`Adam(model.named_parameters())`), and then by the rank's names for them.
 
 Source: deepspeed/runtime/engine.py, `_save_moe_checkpoint`; torch/optim/optimizer.py.
 """
@@ -30,10 +30,10 @@ class TorchState:
 
     Arguments:
         file: which.
-        parameters: what it holds of each, by its number.
+        parameters: its state of each, by its number.
         numbers: of the parameters, in order.
-        names: of these, in order; empty if it does not tell them.
-        expert_ranks: how many expert-parallel ranks there are at least, as its groups tell.
+        names: of these, in order; empty if it does not record them.
+        expert_ranks: how many expert-parallel ranks there are at least, according to its groups.
     """
 
     file: StateFile
@@ -95,8 +95,8 @@ def _parameter(file: StateFile, number: Any, state: Any) -> Parameter:
 def by_name(
     states: Sequence[Sequence[TorchState]], weights: Sequence[Collection[str]]
 ) -> list[dict[str, Parameter]] | None:
-    """What each file holds of parameters, by their names; None if the files do not tell these, or
-    tell others than the module has.
+    """Each file's state of parameters, by their names; None if the files do not record these, or
+    record others than the module has.
 
     Arguments:
         states: by expert-parallel rank, by model-parallel rank.
@@ -178,7 +178,7 @@ def check(
 
     Raises:
         CheckpointCorrupt: one is missing, or they are not of one save.
-        UnsupportedFormat: nothing tells how many there have to be.
+        UnsupportedFormat: no file records how many there have to be.
     """
     every = [state for of_rank in states for state in of_rank]
     first = every[0].file

@@ -24,13 +24,13 @@ _TIED = "tied_modules."
 
 @dataclass(frozen=True)
 class ModuleWeights:
-    """What model-parallel ranks hold of the module's state.
+    """The model-parallel ranks' parts of the module's state.
 
     Arguments:
         held: by rank, its parts by name.
-        trained: names whose weights are made of those in float32, with their dtypes; at stage 3.
+        trained: names whose weights are cast from those in float32, with their dtypes; at stage 3.
         aliases: names of the same arrays as others.
-        values: what is no tensor, by name, and the file that has it.
+        values: plain values by name, and the file that has them.
     """
 
     held: Sequence[Mapping[str, TensorSource]]
@@ -154,7 +154,7 @@ def _add_layers(
     Arguments:
         folder: the checkpoint.
         shapes: by model-parallel rank, of the parameters.
-        parts_by_rank: by model-parallel rank, what to add to.
+        parts_by_rank: by model-parallel rank, the parts to add to.
         degree: of tensor parallelism.
 
     Raises:
@@ -204,10 +204,11 @@ def _tied_names(
     names: Mapping[str, int],
     shapes: Sequence[Shapes],
 ) -> dict[str, str]:
-    """The names of what tied layers have, `tied_modules.<key>.<name>`, as far as it is certain.
+    """The names of parameters of tied layers, `tied_modules.<key>.<name>`, as far as they are
+    certain.
 
-    No file tells the key: it follows if exactly one tied parameter has the name and the shape, and
-    only one such layer's file could be meant.
+    No file records the key: it is certain if exactly one tied parameter has the name and the shape,
+    and only one such layer's file could be meant.
 
     Raises:
         CheckpointCorrupt: no layer has one of them.

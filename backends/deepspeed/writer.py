@@ -1,4 +1,4 @@
-"""Writes DeepSpeed's universal checkpoints, from which its engines resume with `load_universal`.
+"""Writes DeepSpeed's universal checkpoints; its engines resume from them with `load_universal`.
 
 Sources: deepspeed/checkpoint/{ds_to_universal,universal_checkpoint}.py, runtime/base_optimizer.py,
 runtime/zero/stage_1_and_2.py, stage3.py and runtime/engine.py, `_load_checkpoint` (0.19.8).
@@ -65,8 +65,8 @@ class UniversalWriter:
         template: a local folder with a universal checkpoint of the same model, as `ds_to_universal`
             makes them: the model files, the optimizer's settings and how tensor-parallel ranks of
             Megatron's kind share parameters are copied from it. None to make them.
-        untrained: whether to write what no optimizer trains, buffers and frozen parameters, which
-            DeepSpeed does not load from such a folder.
+        untrained: whether to write buffers and frozen parameters, which DeepSpeed does not load
+            from such a folder.
     """
 
     template: str | os.PathLike[str] | None = None
@@ -76,7 +76,7 @@ class UniversalWriter:
     _elements: Mapping[str, Any] = field(default_factory=dict)
 
     def needed(self, index: Index) -> Collection[str]:
-        """The steps, from which the counters of the engine follow."""
+        """The steps, which determine the counters of the engine."""
         if self.template is not None:
             return ()
         steps = set(UniversalArrays.of(index).steps.values())
@@ -103,8 +103,8 @@ class UniversalWriter:
 
 
 def _settings(index: Index) -> dict[str, Tree]:
-    """What of an optimizer's values an engine takes over: the scale of losses only if it changes,
-    as that of another precision would be wrong."""
+    """The values of an optimizer that an engine restores: the loss scale only if it changes, as the
+    scale of another precision would be wrong."""
     values = children_by_key(root_of(index).get(OPTIMIZER, Leaf("", None)))
     keys: tuple[str, ...] = (_GROUPS, _CLIP)
     if index.values.get(f"{OPTIMIZER}/{_DYNAMIC}") is True:
@@ -127,7 +127,7 @@ def _without_params(node: Tree) -> Tree:
 
 
 def _with(node: Tree, children: Mapping[Any, Tree]) -> Tree:
-    """A container with other children; a leaf as it is."""
+    """A container with other children; a leaf unchanged."""
     if isinstance(node, Leaf):
         return node
     return replace(node, keys=tuple(children), children=tuple(children.values()))
@@ -154,7 +154,7 @@ class _Folder:
     """The files of one checkpoint.
 
     Arguments:
-        index: of what is written.
+        index: of the checkpoint.
         elements: of the steps.
         untrained: see `UniversalWriter`.
     """
@@ -249,7 +249,8 @@ class _Folder:
     # --- the optimizer --------------------------------------------------------------------------
 
     def _optimizer_state(self) -> PlannedFile:
-        """What ZeRO 1 and 2 read at the top, and ZeRO 3 below `optimizer_state_dict`."""
+        """The settings that ZeRO 1 and 2 read at the top, and ZeRO 3 below
+        `optimizer_state_dict`."""
         file = _File(self._index, self._used)
         settings = {key: file.object_of(node) for key, node in self._settings.items()}
         groups = settings.pop(_GROUPS, [])
@@ -266,7 +267,7 @@ class _Folder:
             number = file.tensor(np.float32(step[0])) if step[1] else step[0]
             state["optimizer_state_dict"] = {
                 "state": {0: {STEP: number}},
-                _GROUPS: [_common(groups)],  # of which all groups take the settings
+                _GROUPS: [_common(groups)],  # all groups take its settings
             }
         return file.planned("zero/optimizer_state.pt", state)
 

@@ -1,5 +1,5 @@
-"""Which arrays of a checkpoint are what in DeepSpeed's universal format: masters, slots of the
-optimizer, steps, and what no optimizer trains."""
+"""The roles of a checkpoint's arrays in DeepSpeed's universal format: masters, slots of the
+optimizer, steps, and untrained tensors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ OPTIMIZER, CLIENT = "optimizer", "client_state"
 _ADAM = "exp_avg"
 _OF_A_RANK = re.compile(r"@\d+$")
 _EXPERTS = "deepspeed_experts."
-_COMMON = "optimizer_state.pt"  # beside the folders of parameters
+_COMMON = "optimizer_state.pt"  # next to the folders of parameters
 
 
 @dataclass(frozen=True)
@@ -26,10 +26,10 @@ class UniversalArrays:
     Arguments:
         trained: by parameter, the names of its masters, `fp32`, and its slots, in the checkpoint.
         steps: by parameter, the name of its step.
-        untrained: by name in the module, the name in the checkpoint of what has no slots.
-        implied: names in the checkpoint of what follows from others: weights that are the masters,
-            rounded.
-        problems: what does not fit, a line each.
+        untrained: by name in the module, the names in the checkpoint of arrays without slots.
+        implied: names in the checkpoint of arrays that follow from others: weights that are the
+            masters, rounded.
+        problems: one line each.
     """
 
     trained: Mapping[str, Mapping[str, str]]
@@ -43,7 +43,7 @@ class UniversalArrays:
         """Finds them.
 
         Arguments:
-            index: whose names are those by which unickpt reads DeepSpeed's checkpoints.
+            index: with the names under which unickpt reads DeepSpeed's checkpoints.
         """
         return _Finding(index).find_arrays()
 

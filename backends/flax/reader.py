@@ -31,7 +31,7 @@ def open(files: Files, hints: Mapping[str, Any]) -> Reader | None:
 
     Raises:
         CheckpointCorrupt: it is damaged.
-        UnsupportedFormat: it contains what unickpt lacks, or refers to arrays elsewhere.
+        UnsupportedFormat: it contains values that unickpt lacks, or refers to arrays elsewhere.
         StorageError: the storage failed.
     """
 
@@ -44,7 +44,7 @@ def open(files: Files, hints: Mapping[str, Any]) -> Reader | None:
 
 
 def _joined(files: Files, index: str) -> dict[str, Any]:
-    """What the files hold that an index names, each leaf from the file that it says."""
+    """The content of the files that an index names, each leaf from its file."""
     where = weight_map(files, index, loose_files.FLAX.suffixes)
     opened = {file: scan(files, file) for file in sorted({*where.values()})}
     root: dict[str, Any] = {}
@@ -66,7 +66,7 @@ class FlaxReader(RangeReader):
     Arguments:
         files: of the checkpoint.
         file: the name of the file.
-        root: what is in it, from `scan`.
+        root: its content, from `scan`.
 
     Raises:
         UnsupportedFormat: it refers to arrays elsewhere, or has names that unickpt cannot have.

@@ -1,9 +1,9 @@
 """GGUF files of llama.cpp, read in place.
 
 Source: github.com/ggml-org/ggml, docs/gguf.md and src/ggml-common.h. A quantized tensor consists of
-blocks, which NumPy has no dtype for: it is read as its bytes, or dequantized where that is asked,
-by llama.cpp's own package gguf.
-A model can lie in several files, whose names tell their numbers; any one of them stands for all.
+blocks, which NumPy has no dtype for: it is read as its bytes, or dequantized on request, by
+llama.cpp's own package gguf. A model can consist of several files, whose names contain their
+numbers; any one stands for all.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class GGUFBlocks:
     Arguments:
         file: below the checkpoint's location.
         offset: of the first block, in bytes.
-        number: of the type of the blocks, and what it is.
+        number: of the type of the blocks, which `kind` describes.
         big_endian: the byte order of their scales.
         quants: the module that dequantizes.
         label: names the tensor in errors.
@@ -251,7 +251,7 @@ def _cursor(files: Files, name: str, first: _GGUFHeader) -> Cursor:
 
 
 def _metadata(headers: Sequence[_GGUFHeader]) -> dict[str, Any]:
-    """That of all files of a model; usually only the first one has any."""
+    """The metadata of all files of a model; usually only the first one has any."""
     if len(headers) == 1:
         return headers[0].metadata
     metadata: dict[str, Any] = {}
@@ -325,7 +325,7 @@ class _GGUFHeader:
         return self._at.damaged(f"is damaged: {reason}")
 
     def unsupported(self, reason: str) -> UnsupportedFormat:
-        """The error for what cannot be read."""
+        """The error for content that cannot be read."""
         return self._at.files.unsupported(f"{self.file}: {reason}")
 
     def label(self, tensor: str) -> str:

@@ -1,7 +1,7 @@
-"""The file object from which pyfive reads, with bounds on all that it can be led to read.
+"""The file object that pyfive reads from; it bounds all reads.
 
 HDF5 files are untrusted. pyfive believes the sizes and addresses that a file declares: a structure
-that leads back to itself, or in which much refers to the same bytes, ends at these bounds.
+that leads back to itself, or refers to the same bytes many times, ends at these bounds.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class BoundedFile:
         return data[offset - first * _PAGE :][:count]
 
     def charge(self, count: int) -> None:
-        """Counts bytes that were read, or copied from what was read.
+        """Counts bytes that were read, or copied from read ones.
 
         Raises:
             CheckpointCorrupt: they are too many for the file.
@@ -82,7 +82,7 @@ class BoundedFile:
 
     @contextmanager
     def at_most(self, count: int, copies: float = float("inf")) -> Iterator[None]:
-        """Limits what is read within the block.
+        """Limits the bytes that are read within the block.
 
         Arguments:
             count: the most bytes.

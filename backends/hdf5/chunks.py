@@ -134,8 +134,8 @@ def storage(dataset: HDF5Object, name: str) -> HDF5Storage:
     """How a dataset is stored.
 
     Raises:
-        CheckpointCorrupt: what the file says is contradictory.
-        UnsupportedFormat: it lies in other files, or by a filter or a version that is not read.
+        CheckpointCorrupt: the file contradicts itself.
+        UnsupportedFormat: it lies in other files, or uses a filter or a version that is not read.
     """
     data, where = dataset.layout, f"{dataset.file.where}: {name}"
     version, kind = data[0], data[1]

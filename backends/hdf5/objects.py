@@ -1,7 +1,7 @@
 """The groups, datasets and attributes of an HDF5 file, as pyfive parses them.
 
 pyfive parses headers, B-trees and heaps; here their contents are checked. It reads the chunks of
-files of HDF5's versions up to 1.8, which h5py writes unless it is asked for `libver="latest"`.
+files of HDF5's versions up to 1.8, which h5py writes without `libver="latest"`.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Datatype:
     """A datatype.
 
     Arguments:
-        description: what it is, for messages.
+        description: for messages.
         size: of an element, in bytes.
         dtype: NumPy's, if it has the same.
         opaque: whether the bytes have no meaning.
@@ -77,7 +77,7 @@ class Link:
 
 
 class HDF5File:
-    """What an HDF5 file holds, for one thread at a time.
+    """The content of an HDF5 file, for one thread at a time.
 
     Arguments:
         where: the file, for messages.
@@ -300,7 +300,8 @@ def _link(data: bytes) -> Link:
 
 
 def _datatype(pyfive: Any, data: bytes) -> Datatype:
-    """A datatype from its message. What pyfive takes for IEEE's floats is compared with them."""
+    """A datatype from its message. A type that pyfive takes for an IEEE float is compared with
+    it."""
     kind, size = data[0] & 15, int.from_bytes(data[4:8], "little")
     if kind == 5:
         return Datatype(f"the dtype V{size}", size, opaque=True)

@@ -58,8 +58,8 @@ from unickpt.extend import (
 )
 
 _MOST_RANK = 32
-# Chunks can be compressed or missing. What an array takes in memory may exceed what is stored for
-# it by this factor, and all together by so many bytes more.
+# Chunks can be compressed or missing. The memory of an array may exceed its stored bytes by this
+# factor, and that of all together by so many bytes more.
 _MOST_REPEATED, _SMALL = 1032, 64 << 20
 _LAYERS, _VARIABLES = "layers", "vars"
 # Attributes of a file into which Keras saved a whole model.
@@ -79,7 +79,7 @@ class _HDF5Place:
         begin, size: its bytes in the file of the checkpoint.
         unpacked: its bytes, if it is compressed there.
         is_summed: whether it has a checksum, as in a zip file.
-        version: of Keras, if the zip file tells it.
+        version: of Keras, if the zip file records it.
     """
 
     begin: int
@@ -127,7 +127,7 @@ def _unpacked(archive: ZipFile, member: Member, most: int) -> bytes:
 
 
 def _version(archive: ZipFile) -> str:
-    """That of Keras; empty if the zip file does not tell it."""
+    """The version of Keras; empty if the zip file does not record it."""
     member = archive.members.get(_KERAS_METADATA)
     if member is None:
         return ""
@@ -287,7 +287,7 @@ class Hdf5Reader(RangeReader):
             Box.whole(shape), FileRange(self._name, self._stored.begin + offset, swapped)
         )
 
-    # --- what does not lie in one piece ---------------------------------------------------------
+    # --- data in several pieces -----------------------------------------------------------------
 
     def check_backed(self, entry: ArrayEntry) -> None:
         if entry.name in self._boxes:
@@ -375,7 +375,7 @@ def _fill(dataset: HDF5Object, dtype: Any) -> Any:
 
 
 def _root(files: Files, name: str, stored: _HDF5Place) -> HDF5Object:
-    """The group that contains all others of a file, or of what was unpacked."""
+    """The root group of a file, or of unpacked bytes."""
     begin, unpacked = stored.begin, stored.unpacked
 
     def read(offset: int, count: int) -> bytes:
@@ -436,7 +436,7 @@ def _dtype(dataset: HDF5Object, label: str) -> str:
 
 
 def _chunk(chunk: tuple[int, ...], shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
-    """What is read at once: several chunks of a dataset, the last dimensions first."""
+    """The shape of one read: several chunks of a dataset, the last dimensions first."""
     extents = [min(c, max(1, n)) for c, n in zip(chunk, shape, strict=True)]
     for dim in reversed(range(len(extents))):
         room = CHUNK_BYTES // (math.prod(extents) * itemsize)
@@ -459,7 +459,8 @@ def open(files: Files, hints: Mapping[str, Any]) -> Reader | None:
 
     Raises:
         CheckpointCorrupt: it is damaged.
-        UnsupportedFormat: it contains what is no array, links, or filters that are not read.
+        UnsupportedFormat: it contains objects that are not arrays, links, or filters that are not
+            read.
         StorageError: the storage failed.
     """
 

@@ -75,7 +75,7 @@ def _open(files: Files, name: str) -> Reader | None:
 
 
 def _hyperparameters(cursor: Cursor) -> Mapping[str, Any]:
-    """What the line of JSON before the arrays says."""
+    """The line of JSON before the arrays."""
     line = cursor.line(_MOST_LINE)
     try:
         return {"hyperparameters": json.loads(line, parse_constant=str)}

@@ -52,7 +52,7 @@ from unickpt.extend import (
 MAGIC = b"\x93NUMPY"
 MOST_HEADER = 10_000  # as NumPy's own limit for files that are not trusted
 _MOST_TOLD = 200
-# What a damaged header leads to in NumPy.
+# The exceptions that NumPy raises for a damaged header.
 _DAMAGES = (
     ValueError, SyntaxError, TypeError, LookupError, AttributeError, ArithmeticError,
     RecursionError, MemoryError, tokenize.TokenError,
@@ -63,7 +63,7 @@ _MOST_DEFLATED = 1032
 
 @dataclass(frozen=True)
 class NpyHeader:
-    """What the head of an array says.
+    """The content of an array's header.
 
     Arguments:
         dtype: the checkpoint's name of its dtype.
@@ -80,7 +80,7 @@ class NpyHeader:
     length: int
 
     def source(self, file: str, begin: int = 0) -> TensorSource:
-        """The array in a file, in which its head begins at a byte."""
+        """The array whose header begins at a byte of a file."""
         strides = row_major(self.shape[::-1])[::-1] if self.fortran else None
         elements = FileRange(file, begin + self.length, self.big_endian)
         return TensorSource(self.dtype, self.shape, elements, 0, strides)
@@ -124,7 +124,7 @@ class NpzReader(RangeReader):
             header, where = self._header(member)
             table.add(array, where)
             if member.method != STORED:
-                # What is compressed is read as a whole.
+                # A compressed member is read whole.
                 chunk = tuple(max(1, n) for n in header.shape)
                 table.entries[array] = replace(table.entries[array], chunk=chunk)
                 del table.boxes[array]

@@ -1,7 +1,7 @@
 """The weights of ONNX models: initializers of the graph, read in place.
 
-Source: github.com/onnx/onnx, onnx/onnx.proto, and the wire format of Protocol Buffers. What else is
-in a model is skipped without reading it.
+Source: github.com/onnx/onnx, onnx/onnx.proto, and the wire format of Protocol Buffers. The rest of
+a model is skipped without reading it.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _DTYPES = {
     15: "complex128", 16: "bfloat16", 17: "float8_e4m3fn", 18: "float8_e4m3fnuz",
     19: "float8_e5m2", 20: "float8_e5m2fnuz", 24: "float8_e8m0fnu",
 }  # fmt: skip
-# Two in a byte. unickpt has no uint4: its values are those of a wider dtype.
+# Two in a byte. unickpt has no uint4: its values get a wider dtype.
 _FOUR_BITS = {21: "uint8", 22: "int4", 23: "float4_e2m1fn"}
 _MOST_NAME = 1 << 16
 
@@ -85,7 +85,7 @@ class _Field(NamedTuple):
 
 
 class _Model:
-    """What a file says.
+    """The content of a file.
 
     Arguments:
         files: of the checkpoint.
@@ -144,7 +144,7 @@ class _Model:
         self, name: str, kind: int, shape: tuple[int, ...], data: Mapping[int, _Field],
         external: Mapping[str, str],
     ) -> TensorSource:  # fmt: skip
-        """Where an initializer is. Raises ValueError: what the file says of it is wrong."""
+        """Where an initializer is. Raises ValueError: the file's description of it is wrong."""
         dtype, is_packed = {**_DTYPES, **_FOUR_BITS}.get(kind), kind in _FOUR_BITS
         if dtype is None:
             reason = f"{self._files.location}: {quoted(name)} is of the type {kind}, which is not"
@@ -174,7 +174,7 @@ class _Model:
     def _decoded(
         self, place: _Field, source: TensorSource, expected: int, is_packed: bool
     ) -> bytes:
-        """The elements of a field of numbers, each of which has as many bits as the dtype."""
+        """The elements of a field of numbers; each has as many bits as the dtype."""
         count = expected if is_packed else source.count
         width = 1 if is_packed else expected // max(1, count)
         data = _integers(self._bytes(place), count).astype(f"<u{width}")
@@ -183,7 +183,7 @@ class _Model:
         return data.tobytes()
 
     def _outside(self, external: Mapping[str, str], expected: int) -> tuple[str, int]:
-        """A file beside the model, and where in it an initializer begins."""
+        """A file next to the model, and where in it an initializer begins."""
         path = posixpath.normpath(external.get("location", ""))
         if path in (".", "..") or path.startswith(("../", "/")) or "\\" in path:
             raise ValueError(f"its data is in {quoted(path)}, which is no file in the folder")
@@ -247,7 +247,7 @@ class _Model:
 
 
 def _integers(data: bytes, count: int) -> Array:
-    """So many numbers, each in up to ten bytes of which seven bits count."""
+    """So many numbers, each in up to ten bytes; seven bits of a byte count."""
     raw = np.frombuffer(data, np.uint8)
     ends = np.flatnonzero(raw < 128)
     starts = np.concatenate(([0], ends + 1))

@@ -1,7 +1,7 @@
-"""Values in one msgpack file beside the arrays, as Orbax before 0.5 and T5X wrote them.
+"""Values in one msgpack file next to the arrays, as Orbax before 0.5 and T5X wrote them.
 
-The file `checkpoint` holds the whole tree. What was saved on its own has a text in its place
-(Orbax), or a spec of TensorStore (T5X); both name a Zarr array below the folder. Sources:
+The file `checkpoint` holds the whole tree. An array that was saved on its own has a text in its
+place (Orbax), or a spec of TensorStore (T5X); both name a Zarr array below the folder. Sources:
 orbax/checkpoint/utils.py, _src/handlers/pytree_checkpoint_handler.py, and t5x/checkpoints.py.
 """
 
@@ -43,11 +43,11 @@ class Inline:
 
 
 def added(files: Files, item: ItemMetadata | None) -> ItemMetadata:
-    """What an item consists of, with the values in the file.
+    """The parts of an item, with the values in the file.
 
     Arguments:
         files: of the item; one is the file.
-        item: what `_METADATA` says; None if it is missing, as before Orbax 0.2.
+        item: the content of `_METADATA`; None if it is missing, as before Orbax 0.2.
 
     Raises:
         CheckpointCorrupt: the file is damaged, or not of the same save as `_METADATA`.
@@ -72,7 +72,7 @@ def _shown(path: tuple[str, ...]) -> str:
 
 
 def _tree(files: Files, node: Any, path: tuple[str, ...]) -> Any:
-    """What the file holds, with `Stored` and `Inline` as leaves."""
+    """The content of the file, with `Stored` and `Inline` as leaves."""
     if isinstance(node, dict):
         return {key: _tree(files, child, (*path, str(key))) for key, child in node.items()}
     if isinstance(node, (list, tuple)):

@@ -26,7 +26,7 @@ _INDICATOR = "orbax.checkpoint"
 _MARKS = (_CHECKPOINT, _INDICATOR)
 _OF_ARRAYS = ("PyTreeCheckpointHandler", "StandardCheckpointHandler", "ArrayCheckpointHandler")
 _TEMPORARY = ".orbax-checkpoint-tmp"
-# Items without a name of their own: what is saved is the checkpoint itself.
+# Items without a name of their own: the checkpoint itself.
 _UNNAMED = "default"
 _UNNAMED_V1 = ("state", "pytree")
 _JSON_V1 = "data.json"
@@ -42,9 +42,9 @@ class CheckpointFolder:
 
     Arguments:
         tree: of all of its items.
-        metadata: what users added, and metrics.
+        metadata: of users, and metrics.
         created: when it was committed, as text; empty if that is not recorded.
-        lacks: which items are no longer there; empty if all are.
+        lacks: the items that are missing; empty if all are there.
     """
 
     tree: Any
@@ -54,7 +54,7 @@ class CheckpointFolder:
 
 
 def find(files: Files, context: ts.Context) -> CheckpointFolder | None:
-    """What is in a folder."""
+    """The content of a folder."""
     _check_name(files)
     file_names = set(files.here)
     about = _about(files) if _CHECKPOINT in file_names else {}
@@ -99,8 +99,8 @@ def own_item(files: Files) -> str | None:
 
 
 def _unrecorded(files: Files, item_names: list[str], below: list[str]) -> list[str]:
-    """The items of a checkpoint of an older Orbax, which recorded none: in a manager's step, all
-    folders are some, also those of other kinds than arrays.
+    """The items of a checkpoint of an older Orbax, which recorded none: in a manager's step, each
+    folder is an item, also those without arrays.
 
     Arguments:
         files: of the checkpoint.
@@ -155,7 +155,7 @@ def _is_step(files: Files, name: str) -> bool:
 
 
 def _about(files: Files) -> Mapping[str, Any]:
-    """What `_CHECKPOINT_METADATA` says.
+    """The content of `_CHECKPOINT_METADATA`.
 
     Raises:
         CheckpointNotFound: the checkpoint is not committed.
@@ -202,7 +202,7 @@ def _composite(
         which = ", ".join(map(quoted, missing))
         are = f"item {which} is" if len(missing) == 1 else f"items {which} are"
         lacks = f"{files.location}: the {are} missing; was the folder copied as a whole?"
-        if not names or {_UNNAMED, *_UNNAMED_V1} & set(missing):  # what a step is saved for
+        if not names or {_UNNAMED, *_UNNAMED_V1} & set(missing):  # the main content of a step
             raise CheckpointCorrupt(f"{lacks} Each other item can be opened by its own path")
         _log.warning("%s", lacks)
     items_by_name = {}

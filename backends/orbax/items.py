@@ -45,7 +45,7 @@ METRICS = "metrics"
 _JSON = "metadata"
 _SHARDINGS, _TEXTS, _KEYS = "_sharding", "_strings.json", "array_metadatas/process_0"
 _MOST_METADATA = 1 << 30
-_MOST_OTHER = 8 << 20  # bytes of a file of which only its library knows what it says
+_MOST_OTHER = 8 << 20  # bytes of a file that only its library can interpret
 _DEPTH = 3  # of items within items
 _THREADS, _AT_ONCE = 16, 32
 _DRIVERS = {2: "zarr", 3: "zarr3"}
@@ -293,7 +293,7 @@ def _store(files: Files, item: metadata.ItemMetadata, context: ts.Context) -> St
 def _optional(
     files: Files, file: str, read: Callable[[bytes, str], dict[str, Any]]
 ) -> dict[str, Any]:
-    """What a file says that older versions do not write."""
+    """The content of a file that older versions do not write."""
     if not has(files, file):
         return {}
     return read(_whole(files, file), f"{files.location}: {file}")
@@ -318,7 +318,7 @@ def folders(files: Files, above: str = "") -> list[str]:
 
 
 def has(files: Files, file: str) -> bool:
-    """Whether there is a file; asks object storage nothing."""
+    """Whether there is a file; without a request to object storage."""
     if files.location.is_local:
         return files.exists(file)
     index = bisect_left(files.names, file)

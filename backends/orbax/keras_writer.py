@@ -2,10 +2,10 @@
 unickpt.integrations.keras saved.
 
 Sources: keras/src/callbacks/orbax_checkpoint.py, src/saving/saving_api.py, `Model.get_state_tree`
-and `set_state_tree`, which skips without a word what it does not find: a variable must be in the
-group, of those that are trained or of the others, in which the model has it. As
-unickpt.integrations.keras stores the state, all variables are one group, so that it does not matter
-at a load which layers are frozen; which ones were trained is noted in the metadata.
+and `set_state_tree`, which silently skips variables that it does not find: a variable must be in
+the group, trained or not trained, in which the model has it. As unickpt.integrations.keras stores
+the state, all variables are one group, so that it does not matter at a load which layers are
+frozen; which ones were trained is noted in the metadata.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ TRAINED, OTHERS = "trainable_variables", "non_trainable_variables"
 FURTHER = {"optimizer": "optimizer_variables", "metrics": "metrics_variables"}
 """Keras' names of the other groups."""
 POSITION = "fit"
-"""The group that says how far a `fit` has come, of which Keras knows nothing."""
+"""The group with the progress of a `fit`, which Keras does not know."""
 _HANDLER = "orbax.checkpoint.experimental.v1._src.handlers.pytree_handler.PyTreeHandler"
 _STATE, _MODEL_CONFIG, _TEXT = "pytree", "model_config", "config"
 _HELP = "`--to orbax` writes any checkpoint"
@@ -74,7 +74,7 @@ class KerasWriter:
 
 
 def _state(index: Index) -> Node:
-    """What `Model.get_state_tree` returns; the leaves have the names of the index.
+    """The result of `Model.get_state_tree`; the leaves have the names of the index.
 
     Raises:
         UnsupportedLeaf: it is not a checkpoint of a Keras model, or rules renamed its variables.
@@ -119,7 +119,7 @@ def _others(index: Index, model: Node) -> set[str]:
 
 
 def _part(model: Node, left_out: set[str]) -> Node | Leaf:
-    """The variables of a model without some, and without what held nothing else."""
+    """The variables of a model without some, and without containers that became empty."""
     return tree_without(model, left_out) or dict_node({})
 
 

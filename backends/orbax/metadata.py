@@ -1,4 +1,4 @@
-"""What the small files of an Orbax checkpoint say: its tree, texts, PRNG keys and shardings.
+"""The small files of an Orbax checkpoint: its tree, texts, PRNG keys and shardings.
 
 Source: orbax/checkpoint/_src/metadata/tree.py, tree_rich_types.py, sharding.py.
 """
@@ -60,15 +60,15 @@ class NamedTuple:
 
 @dataclass(frozen=True)
 class ItemMetadata:
-    """What `_METADATA` says of an item.
+    """The metadata of an item, from `_METADATA`.
 
     Arguments:
         tree: containers, plain values and `Stored`.
         stored: all of the latter.
-        ocdbt: whether arrays are in an OCDBT database; None if it is not said.
+        ocdbt: whether arrays are in an OCDBT database; None if it is not recorded.
         version: of Zarr.
         fill: whether chunks that are missing are legal: they have the fill value.
-        custom: what the user added.
+        custom: of the user.
     """
 
     tree: Any
@@ -92,7 +92,7 @@ _Path = tuple[tuple[str, int], ...]
 
 
 def item(data: bytes, where: str) -> ItemMetadata:
-    """What `_METADATA` says.
+    """The content of `_METADATA`.
 
     Arguments:
         data: the file; untrusted.
@@ -278,7 +278,7 @@ def shardings(data: bytes, where: str) -> dict[str, Any]:
 
 
 def layout(sharding: Any, rank: int, where: str) -> Layout | None:
-    """The layout of an array of a rank; None if its sharding is not that of a mesh.
+    """The layout of an array of so many dimensions; None if its sharding is not that of a mesh.
 
     Orbax records the devices of the mesh and not their processes: all are said to be of process 0.
 

@@ -53,7 +53,7 @@ def open(files: Files, hints: Mapping[str, Any]) -> Reader | None:
         UnsupportedFormat: an array has a dtype or a codec that is not known.
         StorageError: the storage failed.
     """
-    # Shared by all that is read: it keeps the manifests of databases as they are now.
+    # Shared by all reads: it keeps the manifests of databases as they are now.
     context = storage_context()
     with reading(files.location):
         if (own_item := folders.own_item(files)) is not None:
@@ -67,8 +67,8 @@ class OrbaxReader(Reader):
 
     Arguments:
         files: its folder.
-        contents: what is in it.
-        context: with which its arrays were located.
+        contents: of the folder.
+        context: that located its arrays.
 
     Raises:
         CheckpointCorrupt: its tree cannot be, or a number is damaged.

@@ -1,4 +1,4 @@
-"""Trees, and steps of Orbax's managers: a folder for their only item, and what makes them a step.
+"""Trees, and steps of Orbax's managers: a folder for their only item, and the files of a step.
 
 Sources: orbax/checkpoint/checkpoint_manager.py, _src/handlers, _src/metadata/checkpoint.py.
 """
@@ -36,7 +36,7 @@ _JSON = f"{_HANDLERS}.json_checkpoint_handler.JsonCheckpointHandler"
 
 
 def about(index: Index, handlers: Any) -> Iterator[PlannedFile]:
-    """What makes a folder a checkpoint that is committed.
+    """The files that mark a folder as a committed checkpoint.
 
     Arguments:
         handlers: of its items, or of itself.
@@ -94,7 +94,7 @@ class OrbaxWriter:
         metadata: Mapping[str, Any] = stored if isinstance(stored, Mapping) else {}
         custom, arrays = metadata.get("custom_metadata"), SavedArrays.of_json(metadata)
         made = tree_files(index, node, min(CHUNK_BYTES, most_bytes), custom, arrays)
-        if self.layout != "step":  # on object storage, what a reader looks for in a tree comes last
+        if self.layout != "step":  # on object storage, the file that marks a tree comes last
             files = [*about(index, _TREE), *made.files]
             return Plan(tuple(files), made.arrays, made.values, others=made.others)
         made = made.within(_DEFAULT, "")

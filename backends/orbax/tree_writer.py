@@ -1,7 +1,7 @@
 """Trees as Orbax writes them: a folder of Zarr arrays (version 2, not compressed).
 
-Sources: orbax/checkpoint/_src/metadata/tree.py, _src/serialization/type_handlers.py. That is what
-`use_ocdbt=False` makes of version 0, which every version of Orbax restores, in parallel. A chunk
+Sources: orbax/checkpoint/_src/metadata/tree.py, _src/serialization/type_handlers.py. The layout is
+that of `use_ocdbt=False` in version 0, which every version of Orbax restores, in parallel. A chunk
 is a file of its own, so processes need not talk to each other.
 """
 
@@ -88,7 +88,7 @@ def tree_files(
         node: the tree, or a part of it.
         chunk_bytes: the most bytes of a file.
         custom_metadata: JSON that the user added.
-        saved: what is known of its arrays, if a job of JAX saved them.
+        saved: facts about its arrays, if a job of JAX saved them.
 
     Raises:
         UnsupportedLeaf: Orbax cannot hold something.
@@ -138,7 +138,7 @@ class _OrbaxLeaf:
 
     @property
     def stored(self) -> str:
-        """The name of what is stored; Orbax escapes nothing in it."""
+        """The name of the stored array; Orbax escapes nothing in it."""
         return ".".join(key for key, _ in self.keys)
 
 
@@ -161,7 +161,7 @@ def _leaves(index: Index, node: Node | Leaf, keys: _Keys, shown: str) -> Iterato
 
 
 def _check(index: Index, leaves: Sequence[_OrbaxLeaf]) -> None:
-    """Refuses what Orbax cannot hold, and names that it would confuse."""
+    """Refuses values that Orbax cannot hold, and names that it would confuse."""
     entries = {leaf.name: index.entry(leaf.name) for leaf in leaves if leaf.name in index.entries}
     missing = [
         entry
@@ -192,7 +192,7 @@ def _check(index: Index, leaves: Sequence[_OrbaxLeaf]) -> None:
 
 
 def _check_files(files: Sequence[PlannedFile]) -> None:
-    """Refuses names of which one is the folder of another's file."""
+    """Refuses pairs of names where one is the folder of the other's file."""
     seen = set[str]()
     folders = {file.name[:slash] for file in files for slash, c in enumerate(file.name) if c == "/"}
     for file in files:
@@ -240,7 +240,7 @@ def _chunk(entry: ArrayEntry, most_bytes: int) -> tuple[int, ...]:
 def _array_files(
     stored: str, name: str, entry: ArrayEntry, chunk: Sequence[int]
 ) -> Iterator[PlannedFile]:
-    """A file for each chunk; that of the last one in a dimension is filled up with zeros."""
+    """A file for each chunk; the last one in a dimension is padded with zeros."""
     yield text_file(f"{stored}/.zarray", _zarray(entry.dtype, entry.shape, chunk))
     size = math.prod(chunk) * entry.itemsize
     counts = [range(-(-n // c)) for n, c in zip(entry.shape, chunk, strict=True)]
@@ -270,7 +270,7 @@ def _zarray(dtype: str, shape: Sequence[int], chunk: Sequence[int]) -> str:
 
 
 def _sharding(entry: ArrayEntry, saved: SavedArrays) -> str:
-    """The sharding of an array, onto whose devices Orbax loads it if it is not told others.
+    """The sharding of an array; Orbax loads it onto these devices by default.
 
     The devices have the ids that were saved with a step; else the first ones.
     """
@@ -317,7 +317,7 @@ def _about(stored: str, entry: ArrayEntry, chunk: Sequence[int]) -> dict[str, An
 
 
 def _value_files(stored: str, value: Any, kind: str, texts: dict[str, Any]) -> list[PlannedFile]:
-    """The files of a number; a text is added to those of all."""
+    """The files of a number; a text is added to the file of all texts."""
     if kind == "scalar":
         dtype = {bool: "bool", int: "int64", float: "float64"}[type(value)]
         number = dtype_from_name(dtype).newbyteorder("<").type(value)

@@ -43,14 +43,14 @@ _MOST_PER_BYTE = 1 << 16
 
 @dataclass(frozen=True)
 class ZarrArray:
-    """What the metadata of an array says.
+    """The metadata of an array.
 
     Arguments:
         version: of Zarr.
         shape: of the array.
         dtype: a name of `unickpt.arrays.dtypes`.
-        chunk: the extents of what is decoded at once: a chunk, or a chunk within a shard.
-        stored: the extents of what lies under one key: a chunk or a shard.
+        chunk: the extents of a decoding unit: a chunk, or a chunk within a shard.
+        stored: the extents of the unit under one key: a chunk or a shard.
         compressed: whether chunks are.
         key: begins the keys of chunks.
         separator: of the numbers in the keys of chunks.
@@ -78,7 +78,7 @@ class ZarrArray:
 
     @property
     def read_at_once(self) -> tuple[int, ...]:
-        """The extents of what one read gives: whole chunks, several if they are small."""
+        """The extents of one read: whole chunks, several if they are small."""
         extents, left = list(self.chunk), READ_BYTES // max(1, self.chunk_bytes)
         for dim in reversed(range(len(extents))):
             count = -(-self.shape[dim] // extents[dim])
@@ -101,7 +101,7 @@ class ZarrArray:
 
 
 def parse(version: int, data: bytes, where: str) -> ZarrArray:
-    """What the metadata of an array says.
+    """The metadata of an array.
 
     Arguments:
         version: of Zarr.
@@ -273,7 +273,7 @@ class InFolders:
 
     def check(self, array: str, keys: Iterable[str], least: int, *, fill: bool) -> None:
         if not self._files.location.is_local:
-            return  # object storage holds only objects, and tells no sizes
+            return  # object storage holds only objects, and lists no sizes
         for key in keys:
             try:
                 length = self._files.size(below(array, key))

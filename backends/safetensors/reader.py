@@ -128,7 +128,7 @@ def _pieces(
     for file, header in headers.items():
         for name, tensor in header.tensors.items():
             if where is not None and where.get(name, file) != file:
-                continue  # the index wins; what it lacks is not hidden
+                continue  # the index wins; arrays that it lacks are shown
             start = header.offsets.get(name)
             if name in pieces and start is None:
                 raise files.damaged(

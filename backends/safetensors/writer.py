@@ -167,7 +167,7 @@ def _shown(names: Mapping[str, str]) -> dict[str, str]:
 
 
 def _metadata(index: Index, names: Mapping[str, str]) -> dict[str, str]:
-    """The checkpoint's metadata that are texts; transformers asks for `format`."""
+    """The checkpoint's metadata that are texts; transformers requires `format`."""
     texts = {
         k: v for k, v in index.metadata.items() if isinstance(v, str) and k != RESERVED_METADATA
     }
@@ -224,7 +224,7 @@ def _size(size: int | str) -> int:
 
 
 def _beside(folder: str | os.PathLike[str] | None, dtype: str | None) -> list[PlannedFile]:
-    """Copies of the files of a folder, without weights and what lies in folders below."""
+    """Copies of the files of a folder, without weights and subfolders."""
     if folder is None:
         return []
     if not os.path.isdir(folder):

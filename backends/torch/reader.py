@@ -59,7 +59,7 @@ def _open_single(files: Files, name: str) -> Reader:
 def _open_sharded(files: Files, where: Mapping[str, str], index: str) -> Reader:
     opened = {name: TorchFile(files, name) for name in sorted({*where.values()})}
     states = {name: x.value if isinstance(x.value, dict) else {} for name, x in opened.items()}
-    unlisted = {  # what an index lacks is not hidden
+    unlisted = {  # arrays that an index lacks are shown
         name: file
         for file, state in states.items()
         for name, value in state.items()

@@ -89,7 +89,7 @@ def _parts(
 
 
 def _unpacked(node: training_states.Tree, what: str) -> training_states.Tree:
-    """The state of a registered object, with tensors instead of what says that they are."""
+    """The state of a registered object, with tensors instead of packed ones."""
     if isinstance(node, Leaf):
         return node
     if node.kind in ("namedtuple", "object"):

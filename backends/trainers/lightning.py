@@ -1,8 +1,8 @@
 """Writes files of Lightning's own, as its `TorchCheckpointIO` writes them, of checkpoints that
 unickpt.integrations.lightning saved: values of further types are pickled as they were there.
 
-Sources: lightning/fabric/plugins/io/torch_io.py, and `load_checkpoint` of the strategies. Those of
-sharded models take the state of optimizers by names of parameters as well as by numbers.
+Sources: lightning/fabric/plugins/io/torch_io.py, and `load_checkpoint` of the strategies.
+Strategies for sharded models accept optimizer state by names of parameters as well as by numbers.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _DTYPE = re.compile(r"(bfloat|float|u?int|complex|qu?int|bits)\d[a-z0-9_]*|bool"
 _DEVICE = re.compile(r"([a-z]+)(?::(\d+))?")
 _DICTS = ("dict", "ordereddict")
 _NUMPY = ("numpy", "numpy scalar")
-# Types of which unickpt reads the same in a file of torch's as is stored.
+# Types that unickpt reads from a file of torch's as they are stored.
 _SAME = frozenset(("path", "set", "frozenset", "counter", "namespace", "torch.Size", "numpy"))
 
 
@@ -104,10 +104,10 @@ def _checkpoint(index: Index) -> Node:
 
 
 class _Pickled:
-    """Makes what a pickle holds of a tree.
+    """Makes the pickled form of a tree.
 
     Arguments:
-        leaves: what stands for each leaf, by name.
+        leaves: the pickled form of each leaf, by name.
         types: of values, by name.
     """
 
@@ -117,7 +117,7 @@ class _Pickled:
         """The leaves that unickpt reads in the file as they are stored, with their names there."""
 
     def value(self, node: Node | Leaf, name: str, shown: str | None) -> Any:
-        """What is pickled of a value.
+        """The pickled form of a value.
 
         Arguments:
             node: the value.
@@ -255,4 +255,4 @@ _TYPED: Mapping[str, Callable[[Any], Any]] = {
     **{f"omegaconf {flag}": partial(_flagged, flag=flag) for flag in ("readonly", "struct")},
     "omegaconf type": _config_class,
 }
-"""What is pickled of a value of each type, made of what it consists of."""
+"""The pickled form of a value of each type, from its parts."""

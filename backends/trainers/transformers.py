@@ -1,7 +1,7 @@
 """Writes folders that the Trainer of Hugging Face transformers resumes from.
 
-Source: transformers 4.57, trainer.py (`_save_checkpoint`, `_load_from_checkpoint` and what they
-call). The checkpoint is one that `unickpt.integrations.transformers` has saved.
+Source: transformers 4.57, trainer.py (`_save_checkpoint`, `_load_from_checkpoint` and their
+callees). The checkpoint is one that `unickpt.integrations.transformers` has saved.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 Source: bytecheckpoint/checkpointer/meta_type.py, engine/store_engine.py and
 utilities/serialization.py of 0.0.2. Names are `model/<parameter>` and
-`optimizer/state/<parameter>/<slot>`; what each process stored for itself is `extra_state/<rank>`.
+`optimizer/state/<parameter>/<slot>`; values that each process stored for itself are
+`extra_state/<rank>`.
 """
 
 from __future__ import annotations
@@ -107,7 +108,7 @@ class ByteCheckpointReader(dcp.DcpReader):
     format = "bytecheckpoint"
 
 
-# --- what is in a folder ------------------------------------------------------------------------
+# --- content of a folder ------------------------------------------------------------------------
 
 
 class _RankFolder:
@@ -165,7 +166,7 @@ class _RankFolder:
         return dcp.nested(self._files, state, paths)
 
     def _split(self, part: str, state: dict[str, Any], paths: dict[str, KeyPath]) -> None:
-        """Replaces flat parameters by what is in them, and finds the paths of all slots."""
+        """Replaces flat parameters by their content, and finds the paths of all slots."""
         flats = self._flat_params()
         prefix = f"{_STATE}." if part == _OPTIMIZER else ""
         # A slot that is a single number belongs to the flat parameter itself.
@@ -268,7 +269,7 @@ def _raw(form: bytes, facts: TensorFacts, chunk: DcpChunk, files: Files) -> File
 
     Arguments:
         form: the pickle of the tensor, without data.
-        facts, chunk: what the metadata says.
+        facts, chunk: from the metadata.
         files: of the folder.
     """
     blob = chunk.blob
@@ -421,7 +422,7 @@ def split(name: str, flat: ChunkedArray, parts: Sequence[FlatPart]) -> Mapping[s
 
 
 def _runs(boxes: Sequence[FileBox], ends: Sequence[int], first: int, stop: int) -> list[ElementRun]:
-    """What is stored of the elements from `first` to `stop`, in order."""
+    """The stored parts of the elements from `first` to `stop`, in order."""
     runs = []
     for index in range(bisect.bisect_right(ends, first), len(boxes)):
         begin = boxes[index].box.start[0]

@@ -1,8 +1,8 @@
 """Megatron-Core's distributed checkpoints: DCP with `metadata.json` and `common.pt`.
 
 Source: megatron/core/dist_checkpointing/ (serialization.py, strategies/torch.py). Arrays have
-Megatron's keys as names; a `/` in a key, as that of a sharded object, is a level of the tree. What
-is in `common.pt` (from Megatron 0.17 on in a sharded object) lies beside them.
+Megatron's keys as names; a `/` in a key, as that of a sharded object, is a level of the tree. The
+content of `common.pt` (from Megatron 0.17 on in a sharded object) lies next to them.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ _NO_NAMES = (
 )
 
 HINTS: Collection[str] = ("extra_state",)
-"""`extra_state=True` shows the objects called `_extra_state`, of which there is one for each
-layer's module, most of them empty."""
+"""`extra_state=True` shows the objects called `_extra_state`: one for each layer's module, most of
+them empty."""
 
 
 def open(files: Files, hints: Mapping[str, Any]) -> Reader | None:
@@ -106,7 +106,7 @@ def _is_ours(files: Files) -> bool:
     marker = _marker(files)
     backend = marker.get("sharded_backend") if isinstance(marker, dict) else None
     if backend is None:
-        # Both would be read as less than they are: a state without what is in `common.pt`.
+        # Both would be read incompletely: a state without the content of `common.pt`.
         if dcp.METADATA in files.here and (marker is _DAMAGED or _COMMON in files.here):
             state = "is missing" if _MARKER not in files.here else "is damaged"
             raise files.damaged(
@@ -131,7 +131,7 @@ def _is_ours(files: Files) -> bool:
 
 
 def _marker(files: Files) -> Any:
-    """What the marker says; None without one, `_DAMAGED` if it is no JSON."""
+    """The content of the marker; None without one, `_DAMAGED` if it is not JSON."""
     if _MARKER not in files.here:
         return None
     size = files.size(_MARKER)
@@ -168,7 +168,7 @@ def _latest(files: Files) -> Files | None:
     return None
 
 
-# --- what is in it ------------------------------------------------------------------------------
+# --- the tree -----------------------------------------------------------------------------------
 
 
 def _without_extra_state(metadata: Metadata) -> Metadata:
@@ -181,7 +181,7 @@ def _without_extra_state(metadata: Metadata) -> Metadata:
 
 
 def _with_common(files: Files, state: Mapping[str, Any]) -> Any:
-    """The whole tree: Megatron's keys, and what all ranks have alike beside them."""
+    """The whole tree: Megatron's keys, and next to them the state that all ranks share."""
     paths = {name: tuple(name.split("/")) for name in state if all(name.split("/"))}
     # Each sharded object is a list of one.
     values = {
