@@ -75,17 +75,13 @@ def attempts_in_use(location: Location, context: ts.Context) -> list[str]:
     Raises:
         Failed: the storage failed.
     """
-    attempts = attempts_of_checkpoint(location, context)
-    return [*attempts, *_retired_attempts(location, context)]
+    return [*attempts_of_checkpoint(location, context), *_retired_attempts(location, context)]
 
 
 def _retired_attempts(location: Location, context: ts.Context) -> list[str]:
-    attempts = []
-    for digest in location.child(RETIRED).folders(context):
-        manifest = borrowed.retired_manifest(location, digest, context)
-        if manifest is not None:
-            attempts.append(version.version_of(manifest).attempt)
-    return attempts
+    digests = location.child(RETIRED).folders(context)
+    manifests = (borrowed.retired_manifest(location, digest, context) for digest in digests)
+    return [version.version_of(manifest).attempt for manifest in manifests if manifest is not None]
 
 
 def remove_retired(location: Location, digest: str, context: ts.Context) -> bool:

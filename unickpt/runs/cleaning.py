@@ -66,7 +66,7 @@ class Cleaning:
         for step in sorted(folders, reverse=True):
             with self._steps.in_use.removing(step) as is_free:
                 if is_free and all(self._remove(folder, step) for folder in folders[step]):
-                    self._steps.removed(step)
+                    self._steps.known_metrics.pop(step, None)
         for folder in self._steps.all:
             self._remove_retired(folder)
 
@@ -141,9 +141,8 @@ class Cleaning:
         for step in reversed(local_steps):
             with self._steps.in_use.removing(step) as is_free:
                 if is_free:
-                    self._clean_step(
-                        local, step, step in expendable, step == local_steps[-1], in_root
-                    )
+                    is_newest = step == local_steps[-1]
+                    self._clean_step(local, step, step in expendable, is_newest, in_root)
 
     def _clean_step(
         self, local: StepFolder, step: int, is_expendable: bool, is_newest: bool, in_root: set[int]
