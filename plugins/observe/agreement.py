@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import ml_dtypes
 import numpy as np
@@ -87,7 +87,9 @@ def taken_apart(lines: Sequence[Written], text: str, error: Exception) -> list[W
         at_fault = {int(n) - 1 - before for n in re.findall(r", line ([0-9]+):", str(error))}
         names = set(re.findall(r"'([^']+)'", str(error)))
         at_fault |= {
-            number for number, line in enumerate(lines) if line.parts and _is_about(line, names)
+            number
+            for number, line in enumerate(lines)
+            if line.parts and names_of(line, True, names) | names_of(line, False, names)
         }
     return [
         part
@@ -104,12 +106,7 @@ def _is_rule(line: Written) -> bool:
     return True
 
 
-def _is_about(line: Written, names: set[str]) -> bool:
-    exprs = [expr for rule in Rules.parse(str(line)).rules for expr in rule.exprs]
-    return any(expr.pattern.match(name) for expr in exprs for name in names)
-
-
-def names_of(line: Written, is_left: bool, names: Mapping[str, Array]) -> set[str]:
+def names_of(line: Written, is_left: bool, names: Iterable[str]) -> set[str]:
     """The names of arrays that a rule is about."""
     (rule,) = Rules.parse(str(line)).rules
     side = rule_exprs_of(rule.left if is_left else rule.right)

@@ -58,9 +58,7 @@ class Side:
         if isinstance(source, str | PathLike | Checkpoint):
             opened = opened_checkpoint(source)
             index = opened.reader.index
-            facts = {
-                name: LeafFact(entry.shape, entry.dtype) for name, entry in index.entries.items()
-            }
+            facts = {name: LeafFact(x.shape, x.dtype) for name, x in index.entries.items()}
             facts |= dict.fromkeys(index.values, LeafFact(kind=LeafKind.VALUE))
             facts |= dict.fromkeys(index.per_process, LeafFact(kind=LeafKind.PROCESS))
             return cls(facts, lambda name, box: opened[name].read(box), str(source), index.values)
@@ -118,11 +116,8 @@ def _unequal_values(name: str, made: MadeLeaf, have: Side, want: Side) -> tuple[
     elif made.carried is None and made.function is None:
         ours = _number(ruled_elements(made, Box.whole(made.fact.shape), have.read), theirs)
     is_plain = not (isinstance(ours, np.ndarray) or isinstance(theirs, np.ndarray))
-    return (
-        None
-        if is_plain and (ours == theirs or (ours != ours and theirs != theirs))
-        else (theirs, ours)
-    )
+    is_same = is_plain and (ours == theirs or (ours != ours and theirs != theirs))
+    return None if is_same else (theirs, ours)
 
 
 def _number(array: Array, other: Any) -> Any:
@@ -171,8 +166,7 @@ def _difference(name: str, made: MadeLeaf, element: tuple[int, ...], have: Side,
     text = f"element {list(element)} is {theirs}, and would be made as {ours} by `{made.rule}`"
     if math.prod(made.fact.shape) > _SMALL or want.facts[name].shape != made.fact.shape:
         return text
-    whole = ruled_elements(made, Box.whole(made.fact.shape), have.read)
-    reason = _reason(name, whole, want)
+    reason = _reason(name, ruled_elements(made, Box.whole(made.fact.shape), have.read), want)
     return f"{text}; {reason}" if reason else text
 
 
@@ -191,9 +185,8 @@ def _reason(name: str, made: Array, want: Side) -> str:
     for other, fact in want.arrays.items():
         if other != name and fact.shape == made.shape and _equal(made, want.whole(other), 0).all():
             return f"it is what {other!r} holds: two names are exchanged"
-    if made.dtype == expected.dtype and np.array_equal(
-        np.sort(made, None), np.sort(expected, None)
-    ):
+    ours, theirs = np.sort(made, None), np.sort(expected, None)
+    if made.dtype == expected.dtype and np.array_equal(ours, theirs):
         return (
             "both hold the same numbers in another order: look at how heads, or pairs of rotary "
             "dimensions, are ordered"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -112,7 +113,8 @@ def _draft(
             [(number, outputs[number].name, outputs[number].shape) for number in together]
         )
     ]
-    _check_shares(outputs)
+    if any(map(_has_copies, outputs)):
+        raise Irregular("an element is copied to several places of one array")
     pieces = list(_pieces(left, right, outputs))
     try:
         yield from list(Fit(left, right, pieces).drafts())
@@ -138,12 +140,6 @@ def _whole(source: Input, output: Traced) -> Draft:
         is_whole=True,
         shape=source.shape,
     )
-
-
-def _check_shares(outputs: Sequence[Traced]) -> None:
-    """Refuses outputs in which an element of an input is more than once."""
-    if any(map(_has_copies, outputs)):
-        raise Irregular("an element is copied to several places of one array")
 
 
 def _has_copies(output: Traced) -> bool:
@@ -201,17 +197,11 @@ def _pieces(
     """The blocks that each two groups share."""
     of_left = {member: number for number, group in enumerate(left) for member in group.members}
     for number, group in enumerate(right):
-        rows: dict[tuple[int, float, float], list[Array]] = {}
-        for member, numbers in group.members.items():
-            _collect(outputs[member], numbers, group, of_left, left, rows)
-        by_left: dict[int, int] = {}
-        for key in rows:
-            by_left[key[0]] = by_left.get(key[0], 0) + 1
-        if any(count > 8 for count in by_left.values()):
+        rows = _rows(group, outputs, of_left, left)
+        if any(count > 8 for count in Counter(source for source, *_ in rows).values()):
             raise Irregular("its elements are scaled by many numbers")
-        for (source, scale, offset), chunks in rows.items():
-            together = np.concatenate(chunks)
-            width = left[source].numbers + len(left[source].shape)
+        for (source, scale, offset), together in rows.items():
+            width = left[source].width
             order = np.lexsort(together[:, :width].T[::-1]) if width else slice(None)
             for block in blocks_of(together[order], width):
                 yield Pieced(source, number, block, scale, offset)
@@ -221,45 +211,37 @@ def _repeated(pieces: Sequence[Pieced]) -> Iterator[Pieced]:
     """Blocks of which those are one that repeat on both sides."""
     by_key: dict[tuple[int, int, float, float], list[Block]] = {}
     for piece in pieces:
-        by_key.setdefault((piece.left, piece.right, piece.scale, piece.offset), []).append(
-            piece.block
-        )
+        key = piece.left, piece.right, piece.scale, piece.offset
+        by_key.setdefault(key, []).append(piece.block)
     for (left, right, scale, offset), blocks in by_key.items():
         for block in combined(blocks):
             yield Pieced(left, right, block, scale, offset)
 
 
-def _collect(
-    output: Traced,
-    numbers: tuple[int, ...],
+def _rows(
     group: ArrayGroup,
+    outputs: Sequence[Traced],
     of_left: Mapping[int, int],
     left: Sequence[ArrayGroup],
-    rows: dict[tuple[int, float, float], list[Array]],
-) -> None:
-    """Adds the coordinates of an output's elements by where they come from."""
-    scales, offsets = _rounded(output.scale), _rounded(output.offset)
-    for source in output.sources:
-        mine = output.source == source
-        pairs = np.stack([scales[mine], offsets[mine]], 1)
-        for scale, offset in np.unique(pairs, axis=0).tolist():
-            positions = np.flatnonzero(mine & (scales == scale) & (offsets == offset))
-            left_group = left[of_left[source]]
-            columns = [
-                *_constants(left_group.members[source], len(positions)),
-                *np.unravel_index(output.index[positions], left_group.shape or (1,))[
-                    : len(left_group.shape)
-                ],
-                *_constants(numbers, len(positions)),
-                *np.unravel_index(positions, group.shape or (1,))[: len(group.shape)],
-            ]
-            rows.setdefault((of_left[source], scale, offset), []).append(
-                np.stack(columns, 1) if columns else np.zeros((len(positions), 0), np.int64)
-            )
-
-
-def _constants(values: Sequence[int], count: int) -> Iterator[Array]:
-    return (np.full(count, value, np.int64) for value in values)
+) -> dict[tuple[int, float, float], Array]:
+    """The coordinates of the elements of a group on both sides, by where they come from."""
+    rows: dict[tuple[int, float, float], list[Array]] = {}
+    for member in group.members:
+        output = outputs[member]
+        scales, offsets = _rounded(output.scale), _rounded(output.offset)
+        for source in output.sources:
+            mine, origin = output.source == source, of_left[source]
+            pairs = np.stack([scales[mine], offsets[mine]], 1)
+            for scale, offset in np.unique(pairs, axis=0).tolist():
+                positions = np.flatnonzero(mine & (scales == scale) & (offsets == offset))
+                columns = [
+                    *left[origin].coordinates(source, output.index[positions]),
+                    *group.coordinates(member, positions),
+                ]
+                rows.setdefault((origin, scale, offset), []).append(
+                    np.stack(columns, 1) if columns else np.zeros((len(positions), 0), np.int64)
+                )
+    return {key: np.concatenate(chunks) for key, chunks in rows.items()}
 
 
 def _rounded(values: Array) -> Array:

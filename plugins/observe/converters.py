@@ -126,8 +126,8 @@ class Converter:
             result = self._function(argument)
         except Exception as error:
             raise RuleError(self._failure(error)) from error
-        arrays_found, self.plain = leaves_in(argument if result is None else result)
-        return arrays_found
+        made, self.plain = leaves_in(argument if result is None else result)
+        return made
 
     def _failure(self, error: Exception) -> str:
         """What a converter raised, and what the example has."""
@@ -141,11 +141,6 @@ class Converter:
             "unickpt.open(path).under(name), on the command line --under NAME\n"
             f"raised at {place.filename}:{place.lineno}"
         )
-
-
-def arrays_in(tree: Any) -> dict[str, Array]:
-    """All arrays of what a converter returns, by name."""
-    return leaves_in(tree)[0]
 
 
 def leaves_in(tree: Any) -> tuple[dict[str, Array], dict[str, Any]]:
@@ -226,8 +221,6 @@ def _framework_of(leaf: Any) -> str:
 
 def to_numpy(array: Any) -> Array:
     """A copy of an array of any framework."""
-    if isinstance(array, np.ndarray | np.generic):
-        return np.array(array)
     if not hasattr(array, "detach"):
         return np.array(array)
     torch = sys.modules["torch"]
@@ -248,12 +241,8 @@ def _to_torch(array: Array) -> Any:
     return torch.from_numpy(array.view(bits)).view(getattr(torch, dtype_name(array.dtype)))
 
 
-def _to_jax(array: Array) -> Any:
-    return importlib.import_module("jax.numpy").asarray(array)
-
-
 _MAKERS: Mapping[str, Callable[[Array], Any]] = {
     "numpy": lambda array: array,
     "torch": _to_torch,
-    "jax": _to_jax,
+    "jax": lambda array: importlib.import_module("jax.numpy").asarray(array),
 }

@@ -10,7 +10,7 @@ import itertools
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from os import PathLike
 from typing import Any
@@ -98,8 +98,8 @@ class _Drafted:
             return
         self._equal_arrays()
         for is_left in (True, False):
-            sizes = {name: math.prod(fact.shape) for name, fact in self._open[not is_left].items()}
-            least = min(sizes.values(), default=0)
+            others = self._open[not is_left].values()
+            least = min((math.prod(fact.shape) for fact in others), default=0)
             for name, fact in list(self._open[is_left].items()):
                 if fact.shape and math.prod(fact.shape) > least:
                     self._parts(is_left, name)
@@ -122,54 +122,33 @@ class _Drafted:
                 self._pair(lefts[0], rights)
 
     def _pair(self, left: str, rights: Sequence[str]) -> None:
-        array, terms = self._values[True].array(left), []
-        for right in rights:
-            candidates = equal_orders(array, self._values[False].array(right))
-            if candidates:
-                terms.append((right, candidates))
+        array = self._values[True].array(left)
+        orders_of = ((n, equal_orders(array, self._values[False].array(n))) for n in rights)
+        terms = [(right, candidates) for right, candidates in orders_of if candidates]
         if not terms:
             return
-        shape = self.left.facts[left].shape
-        whole = all(
-            candidates[0].many
-            and candidates[0].order == tuple(range(len(shape)))
-            and self.right.facts[right].shape == shape
-            for right, candidates in terms
-        )
-        if whole and len(terms) == 1:
-            rule = Written((WrittenTerm(tokens(left)),), ((WrittenTerm(tokens(terms[0][0])),),))
-        elif len(terms) == 1 or all(candidates[0].many for _, candidates in terms):
-            rule = self._of_orders(left, [(right, candidates[0]) for right, candidates in terms])
-        else:
+        if not all(candidates[0].many for _, candidates in terms):
             terms = terms[:1]
-            rule = self._of_orders(left, [(terms[0][0], terms[0][1][0])])
-        names = [right for right, _ in terms]
-        alternatives = [
-            str(self._of_orders(left, [(terms[0][0], order)])) for order in terms[0][1][1:]
-        ]
-        if alternatives:
-            self._guess(rule, [left], names, alternatives)
-        else:
-            self._take(rule, [left], names)
+        first = self._of_orders(left, [(right, candidates[0]) for right, candidates in terms])
+        right, candidates = terms[0]
+        others = [self._of_orders(left, [(right, order)]) for order in candidates[1:]]
+        self._add([first, *others], [left], [right for right, _ in terms])
 
     def _of_orders(self, left: str, rights: Sequence[tuple[str, Order]]) -> Written:
         """A rule of one array and the names of the other side's."""
-        shape = self.left.facts[left].shape
-        right_shape = self.right.facts[rights[0][0]].shape
-        first = rights[0][1]
-        if first.many:
-            letters = axis_letters(shape)
-            left_dims = list(letters)
-            dims = [grouped_axes(letters, order) for _, order in rights]
-        else:
-            letters = axis_letters(right_shape)
-            left_dims = grouped_axes(letters, first)
-            dims = [list(letters)]
-        many, few = (shape, dims[0]) if first.many else (right_shape, left_dims)
-        sizes = usual_sizes([few], dict(zip(letters, many, strict=True)))
+        right, order = rights[0]
+        shape, right_shape = self.left.facts[left].shape, self.right.facts[right].shape
+        is_same = shape == right_shape and order.many and order.order == tuple(range(len(shape)))
+        if is_same and len(rights) == 1:
+            return Written((WrittenTerm(tokens(left)),), ((WrittenTerm(tokens(right)),),))
+        many = shape if order.many else right_shape
+        letters = axis_letters(many)
+        dims = [grouped_axes(letters, order) for _, order in rights]
+        sizes = usual_sizes(dims[:1], dict(zip(letters, many, strict=True)))
+        left_dims, right_dims = (letters, dims) if order.many else (dims[0], [letters])
         names = tuple(
             WrittenTerm(tokens(right), tail_of(term_dims))
-            for (right, _), term_dims in zip(rights, dims, strict=True)
+            for (right, _), term_dims in zip(rights, right_dims, strict=True)
         )
         return Written((WrittenTerm(tokens(left), tail_of(left_dims)),), (names,), sizes)
 
@@ -186,7 +165,7 @@ class _Drafted:
         rule = self._of_regions(is_left, name, parts)
         if rule is not None:
             part_names = [other for other, _ in parts]
-            self._take(rule, *(([name], part_names) if is_left else (part_names, [name])))
+            self._add([rule], *(([name], part_names) if is_left else (part_names, [name])))
 
     def _of_regions(
         self, is_left: bool, name: str, parts: Sequence[tuple[str, Region]]
@@ -202,7 +181,7 @@ class _Drafted:
         letters = axis_letters(shape)
         sizes = dict(zip(letters, shape, strict=True))
         free = iter(c for c in LETTERS if c not in letters)
-        dims: list[str] = list(letters)
+        dims = list(letters)
         terms, segments = [], []
         for _, members in sorted(pieces.items()):
             members.sort(key=lambda pair: pair[1].index)
@@ -223,9 +202,7 @@ class _Drafted:
             dims[region.along] = f"({' + '.join(segments)})"
         large = WrittenTerm(tokens(name), tail_of(dims))
         axis_sizes = usual_sizes([dims, *([t.tail] for t in terms)], sizes)
-        if is_left:
-            return Written((large,), tuple((term,) for term in terms), axis_sizes)
-        return Written(tuple(terms), ((large,),), axis_sizes)
+        return _divided(is_left, large, terms, axis_sizes)
 
     def _order_of(
         self, is_left: bool, x: Array, members: Sequence[tuple[str, Region]]
@@ -300,81 +277,56 @@ class _Drafted:
             return
         large, small = (left, right) if len(left.names) == 1 else (right, left)
         (name,) = large.names.values()
-        count = len(small.names)
-        axes = [axis for axis, n in enumerate(large.shape) if n == count]
-        rules: list[Written] = []
-        for axis in axes:
-            other_extents = tuple(n for k, n in enumerate(large.shape) if k != axis)
-            rules += [self._stacked(large is left, name, axis, small, order)
-                      for order in orders(other_extents, small.shape) if order.many]  # fmt: skip
-        if rules:
-            lefts, rights = list(left.names.values()), list(right.names.values())
-            if is_sure and len(rules) == 1:
-                self._take(rules[0], lefts, rights)
-            else:
-                self._guess(rules[0], lefts, rights, [*map(str, rules[1:]), *alternatives])
+        stackings = [(axis, order) for axis, order in _stackings(large, small) if order.many]
+        rules = [
+            self._stacked(large is left, name, axis, small, order) for axis, order in stackings
+        ]
+        self._add(rules, [*left.names.values()], [*right.names.values()], is_sure, alternatives)
 
     def _stacked(
         self, is_left: bool, name: str, axis: int, small: _NameFamily, order: Order
     ) -> Written:
-        letters = axis_letters(self._open[is_left][name].shape)
+        shape = self._open[is_left][name].shape
+        letters = axis_letters(shape)
         inner = [letter for k, letter in enumerate(letters) if k != axis]
         members = [(other, Region(name, (axis,), (index,)))
                    for index, (_, other) in enumerate(sorted(small.names.items()))]  # fmt: skip
         captured = captured_name(members, [letters[axis]]) or tokens(small.example)
-        large = WrittenTerm(tokens(name), tail_of(letters))
         dims = grouped_axes(inner, order)
-        term = WrittenTerm(captured, tail_of(dims))
-        sizes = usual_sizes(
-            [dims], dict(zip(letters, self._open[is_left][name].shape, strict=True))
-        )
-        return (
-            Written((large,), ((term,),), sizes)
-            if is_left
-            else Written((term,), ((large,),), sizes)
-        )
+        sizes = usual_sizes([dims], dict(zip(letters, shape, strict=True)))
+        large = WrittenTerm(tokens(name), tail_of(letters))
+        return _divided(is_left, large, [WrittenTerm(captured, tail_of(dims))], sizes)
 
     def _by_shape(self, left: str, right: str, is_sure: bool, alternatives: Sequence[str]) -> None:
         """A pair by names: the rule for it, if only one order of axes fits the shapes."""
-        shapes = self._open[True][left].shape, self._open[False][right].shape
-        fitting_orders = orders(*shapes)
-        rules = []
-        for order in fitting_orders:
-            is_same = order.many and order.order == tuple(range(len(shapes[0])))
-            rules.append(
-                Written((WrittenTerm(tokens(left)),), ((WrittenTerm(tokens(right)),),))
-                if is_same and shapes[0] == shapes[1]
-                else self._of_orders(left, [(right, order)])
-            )
-        if not rules:
-            return
-        if is_sure and len(rules) == 1:
-            self._take(rules[0], [left], [right])
-        else:
-            also = [f"{left} <-> {other} ..." for other in alternatives]
-            self._guess(rules[0], [left], [right], [*map(str, rules[1:]), *also])
+        fitting_orders = orders(self._open[True][left].shape, self._open[False][right].shape)
+        rules = [self._of_orders(left, [(right, order)]) for order in fitting_orders]
+        also = [f"{left} <-> {other} ..." for other in alternatives]
+        self._add(rules, [left], [right], is_sure, also)
 
     # --- result -------------------------------------------------------------------------------
 
-    def _take(self, rule: Written, lefts: Sequence[str], rights: Sequence[str]) -> None:
-        self.certain.append(replace(rule, order=min(self._order[name] for name in lefts)))
-        self._close(lefts, rights)
-
-    def _guess(
-        self, rule: Written, lefts: Sequence[str], rights: Sequence[str], alternatives: list[str]
+    def _add(
+        self,
+        rules: Sequence[Written],
+        lefts: Sequence[str],
+        rights: Sequence[str],
+        is_sure: bool = True,
+        alternatives: Sequence[str] = (),
     ) -> None:
-        order = min(self._order[name] for name in lefts)
-        self.guesses.append(_Guess(replace(rule, order=order), alternatives))
-        self._close(lefts, rights)
-
-    def _close(self, lefts: Sequence[str], rights: Sequence[str]) -> None:
-        self.pairs += (
-            itertools.product(lefts, rights) if len(lefts) == 1 or len(rights) == 1 else ()
-        )
-        for name in lefts:
-            del self._open[True][name]
-        for name in rights:
-            del self._open[False][name]
+        """Takes the first of some rules; as a guess, if another one may be meant."""
+        if not rules:
+            return
+        rule = replace(rules[0], order=min(self._order[name] for name in lefts))
+        if is_sure and len(rules) == 1:
+            self.certain.append(rule)
+        else:
+            self.guesses.append(_Guess(rule, [*map(str, rules[1:]), *alternatives]))
+        if len(lefts) == 1 or len(rights) == 1:
+            self.pairs += itertools.product(lefts, rights)
+        for is_left, names in ((True, lefts), (False, rights)):
+            for name in names:
+                del self._open[is_left][name]
 
     def rules(self, name: str) -> Rules:
         """The certain rules, with the report that has all."""
@@ -445,14 +397,16 @@ def _fits(left: _NameFamily, right: _NameFamily) -> bool:
     if len(left.names) == len(right.names):
         return bool(orders(left.shape, right.shape))
     large, small = (left, right) if len(left.names) == 1 else (right, left)
-    if len(large.names) != 1:
-        return False
-    count = len(small.names)
-    return any(
-        orders(tuple(n for k, n in enumerate(large.shape) if k != axis), small.shape)
-        for axis, extent in enumerate(large.shape)
-        if extent == count
-    )
+    return len(large.names) == 1 and any(True for _ in _stackings(large, small))
+
+
+def _stackings(large: _NameFamily, small: _NameFamily) -> Iterator[tuple[int, Order]]:
+    """The axes along which an array may be others stacked, with the orders of the other axes."""
+    for axis, extent in enumerate(large.shape):
+        if extent == len(small.names):
+            other_extents = tuple(n for k, n in enumerate(large.shape) if k != axis)
+            for order in orders(other_extents, small.shape):
+                yield axis, order
 
 
 def _merged_guesses(guesses: Sequence[_Guess]) -> dict[str, tuple[str, ...]]:
@@ -539,10 +493,6 @@ class Likeness:
         total = sum(self._weights[word] for word in a | b)
         return sum(self._weights[word] for word in a & b) / total if total else 0.0
 
-    def best(self, name: str, candidates: Sequence[str]) -> list[tuple[float, str]]:
-        """Others, those that come nearest first."""
-        return sorted(((self.of(name, other), other) for other in candidates), reverse=True)
-
 
 # --- pieces of drafted rules ----------------------------------------------------------------------
 
@@ -567,6 +517,18 @@ def grouped_axes(letters: Sequence[str], order: Order) -> list[str]:
         position += count
         dims.append("1" if not part else part[0] if len(part) == 1 else f"({' '.join(part)})")
     return dims
+
+
+def _divided(
+    is_left: bool,
+    large: WrittenTerm,
+    parts: Sequence[WrittenTerm],
+    sizes: tuple[tuple[str, int | str], ...],
+) -> Written:
+    """The rule for an array of one side, and its parts on the other."""
+    if is_left:
+        return Written((large,), tuple((part,) for part in parts), sizes)
+    return Written(tuple(parts), ((large,),), sizes)
 
 
 def tail_of(dims: Iterable[str]) -> str:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from unickpt.extend import Array
 from unickpt.plugins.observe.axis_items import (
     Dimensions,
     Item,
@@ -25,6 +26,9 @@ class NumberExpr:
 
     constant: int
     terms: tuple[tuple[ItemAxis, int], ...] = ()
+
+    def leaves(self) -> list[ItemAxis]:
+        return [leaf for axis, _ in self.terms for leaf in axis.leaves()]
 
 
 Name = tuple[str | NumberExpr, ...]
@@ -69,6 +73,14 @@ class Draft:
     is_whole: bool = False
     shape: tuple[int, ...] = ()
 
+    def side(self, is_left: bool) -> list[Term]:
+        """The terms of one side."""
+        return self.left if is_left else [term for terms in self.right for term in terms]
+
+    def names(self, is_left: bool) -> list[str]:
+        """The names of the arrays of one side."""
+        return [name for term in self.side(is_left) for name in term.names]
+
 
 @dataclass(frozen=True)
 class Pieced:
@@ -100,6 +112,16 @@ class ArrayGroup:
     @property
     def numbers(self) -> int:
         return sum(text is None for text in self.texts)
+
+    @property
+    def width(self) -> int:
+        """How many coordinates an element has: the numbers in the name, and its index."""
+        return self.numbers + len(self.shape)
+
+    def coordinates(self, member: int, flat: Array) -> list[Array]:
+        """The coordinates of elements of one of the arrays."""
+        numbers = (np.full(len(flat), number, np.int64) for number in self.members[member])
+        return [*numbers, *np.unravel_index(flat, self.shape or (1,))[: len(self.shape)]]
 
     def name(self, numbers: Sequence[NumberExpr]) -> Name:
         picked = iter(numbers)
@@ -138,7 +160,7 @@ class Fit:
         for number, piece in enumerate(self.pieces):
             if (piece.left if is_left else piece.right) != group_number:
                 continue
-            before = 0 if is_left else self._width_of(self.left[piece.left])
+            before = 0 if is_left else self.left[piece.left].width
             key = tuple(
                 (piece.block.first[before + k], tuple((radix, step[before + k])
                  for radix, step in piece.block.digits if step[before + k]))
@@ -150,30 +172,19 @@ class Fit:
             term.is_one_of_several = len(by_numbers) > 1
             yield term
 
-    @staticmethod
-    def _width_of(group: ArrayGroup) -> int:
-        return group.numbers + len(group.shape)
-
     def _term(
         self, is_left: bool, group: ArrayGroup, members: Sequence[int], dims: Dimensions
     ) -> Term:
-        numbers = []
-        for k in range(group.numbers):
-            parts = [self._part(is_left, member, k) for member in members]
-            numbers.append(_number(parts))
-        shape = [
-            dims.factors(
-                extent,
-                [self._part(is_left, member, group.numbers + k) for member in members],
-            )
-            for k, extent in enumerate(group.shape)
-        ]
+        columns = [[self._part(is_left, m, k) for m in members] for k in range(group.width)]
+        numbers = [_number(parts) for parts in columns[: group.numbers]]
+        pairs = zip(group.shape, columns[group.numbers :], strict=True)
+        shape = [dims.factors(extent, parts) for extent, parts in pairs]
         return Term(group.name(numbers), shape, frozenset(members), frozenset(group.names))
 
     def _part(self, is_left: bool, member: int, coordinate: int) -> ItemPart:
         """What a block occupies along a coordinate of one side."""
         piece = self.pieces[member]
-        width = self._width_of(self.left[piece.left])
+        width = self.left[piece.left].width
         column = coordinate if is_left else width + coordinate
         offset = piece.block.first[column]
         places = []
@@ -210,7 +221,7 @@ class Fit:
         blocks = []
         for member in sorted(term.blocks):
             piece = self.pieces[member]
-            width = self._width_of(self.left[piece.left])
+            width = self.left[piece.left].width
             extent = np.prod([radix for radix, _ in piece.block.digits], dtype=np.int64)
             blocks.append((piece.left, piece.block.first[:width], int(extent)))
         return tuple(sorted(blocks))
@@ -263,16 +274,10 @@ def _connected_terms(
     remaining_terms = [*((True, term) for term in lefts), *((False, term) for term in rights)]
     while remaining_terms:
         blocks, component = set(remaining_terms[0][1].blocks), [remaining_terms.pop(0)]
-        grown = True
-        while grown:
-            near = [member for member in remaining_terms if member[1].blocks & blocks]
-            remaining_terms = [
-                member for member in remaining_terms if not member[1].blocks & blocks
-            ]
+        while near := [member for member in remaining_terms if member[1].blocks & blocks]:
+            remaining_terms = [m for m in remaining_terms if not m[1].blocks & blocks]
             component += near
-            grown = bool(near)
-            for _, term in near:
-                blocks |= term.blocks
+            blocks = blocks.union(*(term.blocks for _, term in near))
         yield (
             [term for is_left, term in component if is_left],
             [term for is_left, term in component if not is_left],
@@ -283,7 +288,6 @@ def all_axes(term: Term) -> Iterator[ItemAxis]:
     """The axes of a term, those of its name first."""
     for item in term.name:
         if isinstance(item, NumberExpr):
-            for axis, _ in item.terms:
-                yield from axis.leaves()
+            yield from item.leaves()
     for items in term.dims:
         yield from axes_in(items)

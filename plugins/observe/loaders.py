@@ -18,7 +18,7 @@ from unickpt import Rules
 from unickpt.errors import RuleError
 from unickpt.extend import Array, keys_of_leaves
 from unickpt.plugins.observe.checking import Side
-from unickpt.plugins.observe.converters import Example, arrays_in
+from unickpt.plugins.observe.converters import Example, leaves_in
 from unickpt.plugins.observe.observe import Seen, observed, rules_of
 
 Weights = Iterable[tuple[str, Any]]
@@ -89,14 +89,13 @@ class _Loader:
             self._load(pairs)
         else:
             self._load(model, pairs)
-        return arrays_in(_parameters(model))
+        return leaves_in(_parameters(model))[0]
 
     def _pairs(self, arrays: Mapping[str, Array]) -> Iterator[tuple[str, Any]]:
         names = dict(keys_of_leaves(self._example.node))
         for name, x in arrays.items():
-            keys = names[name]
-            shown = keys[0] if len(keys) == 1 else name
-            yield str(shown), self._example.array(x)
+            key, *below = names[name]
+            yield name if below else str(key), self._example.array(x)
 
 
 def _parameters(model: Any) -> dict[str, Any]:
@@ -143,7 +142,8 @@ def rules_of_ranks(loads: Sequence[RankLoad], *, strict: bool = True, name: str 
             f"ranks {[load.rank for load in loads]} were observed of {sorted(sizes)}: give what "
             "each rank of one group returned, once"
         )
-    joined = Seen(loads[0].seen.inputs, [], loads[0].seen.own, {}, {}, 0, _without_rank)
+    first = loads[0].seen
+    joined = Seen(first.inputs, [], first.own, {}, {}, 0, lambda name: name.split("/", 2)[2])
     for load in loads:
         under, seen = f"ranks/{load.rank}/", load.seen
         if seen.inputs != joined.inputs:
@@ -153,10 +153,6 @@ def rules_of_ranks(loads: Sequence[RankLoad], *, strict: bool = True, name: str 
         joined.refused |= {under + output: why for output, why in seen.refused.items()}
         joined.runs = max(joined.runs, seen.runs)
     return rules_of(joined, name, strict=strict)
-
-
-def _without_rank(name: str) -> str:
-    return name.split("/", 2)[2]
 
 
 def expected_digests(loads: Iterable[RankLoad], checkpoint: Any) -> dict[int, dict[str, str]]:

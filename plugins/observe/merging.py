@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from unickpt.plugins.observe.notation import (
     DIGITS,
@@ -15,14 +14,15 @@ from unickpt.plugins.observe.notation import (
     NumberCapture,
     Token,
     Written,
-    WrittenTerm,
-    fresh_letter,
+    letter_after,
     letters_of,
 )
 from unickpt.plugins.observe.number_formulas import Formula, Formulas, Values, formulas, solutions
 from unickpt.plugins.observe.word_merging import merge_words
 
 _Key = tuple[bool, tuple[str | None, ...]]
+_Columns = dict[tuple[int, int], Values]
+"""Number of the term and place in its name, with the number that each rule has there."""
 
 
 @dataclass(frozen=True)
@@ -40,34 +40,31 @@ class NameForm:
     numbers: Mapping[int, frozenset[int]]
 
 
-@dataclass
 class LineOverlaps:
     """Knows the names of all rules.
 
     Arguments:
-        forms: for each group of rules the forms of its names.
+        groups: the rules, those that differ only in numbers together.
     """
 
-    forms: Sequence[Sequence[NameForm]]
-    _by_pieces: dict[_Key, list[tuple[int, NameForm]]] = field(init=False, default_factory=dict)
-
-    def __post_init__(self) -> None:
-        for number, forms in enumerate(self.forms):
+    def __init__(self, groups: Sequence[Sequence[Written]]) -> None:
+        self.groups = groups
+        self._forms = [list(_forms_of(members)) for members in groups]
+        self._by_pieces: dict[_Key, list[tuple[int, NameForm]]] = {}
+        for number, forms in enumerate(self._forms):
             for form in forms:
                 self._by_pieces.setdefault((form.is_left, form.pieces), []).append((number, form))
 
-    def restricted(
-        self, group: int, captures: Callable[[int], Mapping[int, Values]]
-    ) -> set[Values]:
+    def restricted(self, group: int, captures: _Columns) -> set[Values]:
         """The captures that would match names of other groups, by their values.
 
         Arguments:
-            group: its number.
-            captures: gives for the number of a term the captures, by their places.
+            group: the number of the group.
+            captures: the values of those that stand for plain numbers of its names.
         """
         restricted: set[Values] = set()
-        for term_number, form in enumerate(self.forms[group]):
-            columns = captures(term_number)
+        for term_number, form in enumerate(self._forms[group]):
+            columns = {place: v for (term, place), v in captures.items() if term == term_number}
             if not columns:
                 continue
             for number, other in self._by_pieces[form.is_left, form.pieces]:
@@ -122,9 +119,14 @@ def merged(rules: Sequence[Written], *, words: bool = True, phrases: bool = True
     return sorted(result, key=lambda rule: rule.order)
 
 
-def _skeleton(name: Sequence[Token]) -> tuple[object, ...]:
+def _skeleton(name: Sequence[Token]) -> tuple[Token, ...]:
+    """Equal for names that differ only in numbers."""
     return tuple(
-        t.terms if isinstance(t, NumberCapture) else None if number_of(t) is not None else t
+        NumberCapture("", t.terms)
+        if isinstance(t, NumberCapture)
+        else "0"
+        if number_of(t) is not None
+        else t
         for t in name
     )
 
@@ -136,41 +138,29 @@ def number_of(token: Token) -> int | None:
     return int(token) if isinstance(token, str) and DIGITS.fullmatch(token) else None
 
 
-def _form(rule: Written) -> tuple[object, ...]:
-    """Equal for rules that differ only in numbers."""
-    return (
-        tuple((_skeleton(t.name), t.tail) for t in rule.left),
-        tuple(tuple((_skeleton(t.name), t.tail) for t in names) for names in rule.right),
-        rule.sizes,
-        rule.nothing,
-    )
-
-
 def _merge_numbers(rules: Sequence[Written]) -> list[Written]:
-    groups: dict[object, list[Written]] = {}
+    groups: dict[Written, list[Written]] = {}
     for rule in rules:
-        groups.setdefault(_form(rule), []).append(rule)
-    overlaps = LineOverlaps([list(_forms_of(members)) for members in groups.values()])
+        form = replace(rule.renamed(_skeleton), order=0, shape=())
+        groups.setdefault(form, []).append(rule)
+    overlaps = LineOverlaps([*groups.values()])
     result = []
-    for number, members in enumerate(groups.values()):
-        result += _fewest(members, members, overlaps, number)
+    for number, members in enumerate(overlaps.groups):
+        result += _fewest(members, overlaps, number)
     return result
 
 
-def _fewest(
-    members: Sequence[Written], alike: Sequence[Written], overlaps: LineOverlaps, group: int
-) -> list[Written]:
+def _fewest(members: Sequence[Written], overlaps: LineOverlaps, group: int) -> list[Written]:
     """Rules that differ in numbers as one; in parts, if not all of them have one form.
 
     Arguments:
         members: the rules.
-        alike: all rules of their form.
         overlaps: knows the names of all rules.
         group: the number of the group of rules.
     """
     if len(members) < 2:
         return [*members]
-    single_rule = _as_one(members, alike, overlaps, group)
+    single_rule = _as_one(members, overlaps, group)
     if single_rule is not None:
         return [single_rule]
     best: list[Written] = [*members]
@@ -179,9 +169,7 @@ def _fewest(
         for rule, key in zip(members, keys, strict=True):
             parts.setdefault(key, []).append(rule)
         if 1 < len(parts) < min(len(members), len(best) + 1):
-            fewer_rules = [
-                x for part in parts.values() for x in _fewest(part, alike, overlaps, group)
-            ]
+            fewer_rules = [x for part in parts.values() for x in _fewest(part, overlaps, group)]
             if len(fewer_rules) < len(best):
                 best = fewer_rules
     return best
@@ -190,8 +178,7 @@ def _fewest(
 def _divisions(members: Sequence[Written]) -> Iterator[Sequence[object]]:
     """Ways to tell rules apart: by the numbers that only one side has (`w1` becomes `fc_1`, and
     `w3` `fc_2`), by each of the numbers, and by sizes."""
-    columns = _columns(members)
-    left, right = _values(columns)
+    left, right = _values(members[0], _columns(members))
     odd = sorted(left ^ right)
     if members[0].left and members[0].right and odd:
         yield list(zip(*odd, strict=True))
@@ -201,38 +188,42 @@ def _divisions(members: Sequence[Written]) -> Iterator[Sequence[object]]:
 
 def _forms_of(members: Sequence[Written]) -> Iterator[NameForm]:
     """The names of rules of one form, term by term."""
-    for is_left in (True, False):
-        every = [_side(rule, is_left) for rule in members]
-        for number, term in enumerate(every[0]):
-            pieces = tuple(
-                None if isinstance(t, str) and DIGITS.fullmatch(t) else str(t) for t in term.name
-            )
-            numbers = {
-                place: frozenset(int(str(terms[number].name[place])) for terms in every)
-                for place, piece in enumerate(pieces)
-                if piece is None
-            }
-            yield NameForm(is_left, pieces, numbers)
+    every = [rule.terms for rule in members]
+    for number, term in enumerate(every[0]):
+        pieces = tuple(
+            None if isinstance(t, str) and DIGITS.fullmatch(t) else str(t) for t in term.name
+        )
+        numbers = {
+            place: frozenset(int(str(terms[number].name[place])) for terms in every)
+            for place, piece in enumerate(pieces)
+            if piece is None
+        }
+        yield NameForm(number < len(members[0].left), pieces, numbers)
 
 
-def _as_one(
-    members: Sequence[Written], alike: Sequence[Written], overlaps: LineOverlaps, group: int
-) -> Written | None:
+def _as_one(members: Sequence[Written], overlaps: LineOverlaps, group: int) -> Written | None:
     """Rules that differ in numbers as one rule, if captures can stand for these."""
-    first = members[0]
+    first, terms = members[0], members[0].terms
     columns = _columns(members)
     is_one_sided = not (first.left and first.right)
-    if is_one_sided and first.nothing not in ("drop",):
+    if is_one_sided and first.nothing != "drop":
         return _constants(members, columns)
-    left, right = _values(columns)
+    left, right = _values(first, columns)
     solution = formulas(left | right, left | right) if is_one_sided else formulas(left, right)
     if solution is None or not (is_one_sided or _pairs_all(first, columns, solution)):
         return None
+    plain = {
+        (term, place): values
+        for (term, place), values in columns.items()
+        if isinstance(terms[term].name[place], str)
+    }
+    # Captures that must be told their values, lest names of other forms match.
     narrow = {
         variable
-        for values in _restricted(columns, first, overlaps, group)
+        for values in overlaps.restricted(group, plain)
         for variable, _ in solution.of[values].terms
     }
+    alike = overlaps.groups[group]
     if not _takes_only(members, alike, columns, solution, narrow):
         narrow = {*range(len(solution.variables))}
         if not _takes_only(members, alike, columns, solution, narrow):
@@ -240,67 +231,35 @@ def _as_one(
     return _written(members, columns, solution, narrow)
 
 
-_Columns = dict[tuple[bool, int, int], Values]
-"""Side, number of the term and place in its name, with the number that each rule has there."""
-
-
 def _columns(members: Sequence[Written]) -> _Columns:
     """The numbers in names that are not the same in all rules."""
     return {where: values for where, values in _numbers(members) if len({*values}) > 1}
 
 
-def _numbers(members: Sequence[Written]) -> Iterator[tuple[tuple[bool, int, int], Values]]:
+def _numbers(members: Sequence[Written]) -> Iterator[tuple[tuple[int, int], Values]]:
     """All numbers in names."""
-    for is_left in (True, False):
-        every = [_side(rule, is_left) for rule in members]
-        for term_number, term in enumerate(every[0]):
-            for place, token in enumerate(term.name):
-                if number_of(token) is not None:
-                    numbers = (number_of(terms[term_number].name[place]) for terms in every)
-                    yield (is_left, term_number, place), tuple(n for n in numbers if n is not None)
+    every = [rule.terms for rule in members]
+    for term_number, term in enumerate(every[0]):
+        for place, token in enumerate(term.name):
+            if number_of(token) is not None:
+                numbers = (number_of(terms[term_number].name[place]) for terms in every)
+                yield (term_number, place), tuple(n for n in numbers if n is not None)
 
 
-def _values(columns: _Columns) -> tuple[set[Values], set[Values]]:
+def _values(rule: Written, columns: _Columns) -> tuple[set[Values], set[Values]]:
     """Those of the left side, and of the right."""
     sides: tuple[set[Values], set[Values]] = set(), set()
-    for (is_left, *_), values in columns.items():
-        sides[not is_left].add(values)
+    for (term_number, _), values in columns.items():
+        sides[term_number >= len(rule.left)].add(values)
     return sides
-
-
-def _side(rule: Written, is_left: bool) -> tuple[WrittenTerm, ...]:
-    return rule.left if is_left else tuple(itertools.chain(*rule.right))
 
 
 def _pairs_all(rule: Written, columns: _Columns, solution: Formulas) -> bool:
     """Whether the numbers of each name tell all variables."""
-    terms = [(side, number) for side in (True, False) for number in range(len(_side(rule, side)))]
-    variables_by_term: dict[tuple[bool, int], set[int]] = {term: set() for term in terms}
-    for (is_left, number, _), values in columns.items():
-        variables_by_term[is_left, number] |= {
-            variable for variable, _ in solution.of[values].terms
-        }
-    return all(
-        len(variables) == len(solution.variables) for variables in variables_by_term.values()
-    )
-
-
-def _restricted(
-    columns: _Columns, rule: Written, overlaps: LineOverlaps, group: int
-) -> set[Values]:
-    """The numbers that must be told their values, lest names of other forms match."""
-    before = len(rule.left)
-    plain = {
-        (term_number if is_left else before + term_number, place): values
-        for (is_left, term_number, place), values in columns.items()
-        if isinstance(_side(rule, is_left)[term_number].name[place], str)
-    }
-    return overlaps.restricted(
-        group,
-        lambda number: {
-            place: values for (term_number, place), values in plain.items() if term_number == number
-        },
-    )
+    variables_by_term = [set[int]() for _ in rule.terms]
+    for (term_number, _), values in columns.items():
+        variables_by_term[term_number] |= {variable for variable, _ in solution.of[values].terms}
+    return all(len(variables) == len(solution.variables) for variables in variables_by_term)
 
 
 def _takes_only(
@@ -313,18 +272,15 @@ def _takes_only(
     """Whether captures for variables, some of them with given values only, match no other rule."""
     if len(members) == len(alike) and not narrow:
         return True
-    narrow_values = [solution.variables[variable] for variable in sorted(narrow)]
     fixed = dict(_numbers(members[:1]))
     places = [
         (solution.of[columns[where]] if where in columns else Formula((), fixed[where][0]), values)
         for where, values in _numbers(alike)
     ]
-    answers = solutions(solution, iter(places))
-    options = [{*values} for values in narrow_values]
+    options = {variable: {*solution.variables[variable]} for variable in narrow}
     matches = sum(
-        answer is not None
-        and all(answer[v] in those for v, those in zip(sorted(narrow), options, strict=True))
-        for answer in answers
+        answer is not None and all(answer[v] in values for v, values in options.items())
+        for answer in solutions(solution, places)
     )
     return matches == len(members)
 
@@ -333,23 +289,20 @@ def _written(
     members: Sequence[Written], columns: _Columns, solution: Formulas, narrow: set[int]
 ) -> Written | None:
     """A rule with captures for numbers; None where the notation cannot say it."""
-    first = members[0]
+    first, terms = members[0], members[0].terms
     letters: dict[int, str] = {}
     numbers: set[int] = set()
     used_letters = letters_of(first)
-    for (is_left, term_number, place), values in columns.items():
-        formula, name = solution.of[values], _side(first, is_left)[term_number].name
+    # A variable is called after a number that is a multiple of it alone, if there is one.
+    for (term_number, place), values in sorted(
+        columns.items(), key=lambda column: len(solution.of[column[1]].terms) > 1
+    ):
+        formula, name = solution.of[values], terms[term_number].name
         if formula.lone is None or isinstance(name[place], NumberCapture):
             numbers |= {variable for variable, _ in formula.terms}
         for variable, _ in formula.terms:
-            if variable not in letters and len(formula.terms) == 1:
-                letters[variable] = _letter(name, place, used_letters)
-    for (is_left, term_number, place), values in columns.items():
-        for variable, _ in solution.of[values].terms:
             if variable not in letters:
-                letters[variable] = _letter(
-                    _side(first, is_left)[term_number].name, place, used_letters
-                )
+                letters[variable] = _letter(name, place, used_letters)
     if _is_twice_in_one_name(columns, solution, numbers):
         return None
     sizes: dict[str, int | str] = dict(first.sizes)
@@ -360,22 +313,24 @@ def _written(
             return None
         sizes[letters[variable]] = max(values) + 1
 
-    def capture(where: tuple[bool, int, int], values: Values) -> Token:
+    def capture(token: Token, values: Values) -> Token:
         formula = solution.of[values]
-        token = _side(first, where[0])[where[1]].name[where[2]]
-        terms = [(letters[variable], factor) for variable, factor in formula.terms]
+        factors = [(letters[variable], factor) for variable, factor in formula.terms]
         if isinstance(token, NumberCapture):
-            terms += token.terms
+            factors += token.terms
         elif formula.lone is not None and formula.lone not in numbers:
             if formula.lone not in narrow:
                 return Capture(letters[formula.lone])
             options = "|".join(map(str, sorted({*values})))
             return Capture(f"{letters[formula.lone]}={options}")
-        return NumberCapture.of(sorted(terms, key=lambda term: -term[1]), formula.constant)
+        return NumberCapture.of(sorted(factors, key=lambda term: -term[1]), formula.constant)
 
-    result = _with(first, {where: capture(where, values) for where, values in columns.items()})
+    captures = {
+        (term, place): capture(terms[term].name[place], values)
+        for (term, place), values in columns.items()
+    }
     parts = tuple(part for rule in members for part in (rule.parts or (rule,)))
-    result = replace(result, sizes=tuple(sorted(sizes.items())), parts=parts)
+    result = replace(_with(first, captures), sizes=tuple(sorted(sizes.items())), parts=parts)
     options = {letters[v]: sorted({*values}) for v, values in enumerate(solution.variables)}
     return _apart_in_components(result, options)
 
@@ -383,8 +338,8 @@ def _written(
 def _is_twice_in_one_name(columns: _Columns, solution: Formulas, numbers: set[int]) -> bool:
     """Whether a name has a variable in two sums, which the notation does not take."""
     uses = Counter(
-        (is_left, number, variable)
-        for (is_left, number, _), values in columns.items()
+        (term_number, variable)
+        for (term_number, _), values in columns.items()
         for variable, _ in solution.of[values].terms
         if variable in numbers
     )
@@ -432,29 +387,18 @@ def _is_twice(key: str, rule: Written) -> bool:
     return any([text.partition("=")[0] for text in texts].count(key) > 1 for texts in captures)
 
 
-def _with(rule: Written, captures: Mapping[tuple[bool, int, int], Token]) -> Written:
+def _with(rule: Written, captures: Mapping[tuple[int, int], Token]) -> Written:
     """A rule with captures at some places of its names."""
-
-    def changed(is_left: bool, number: int, term: WrittenTerm) -> WrittenTerm:
-        name = tuple(
-            captures.get((is_left, number, place), token) for place, token in enumerate(term.name)
-        )
-        return replace(term, name=name)
-
-    left = tuple(changed(True, number, term) for number, term in enumerate(rule.left))
-    count, right = 0, []
-    for names in rule.right:
-        right.append(tuple(changed(False, count + k, term) for k, term in enumerate(names)))
-        count += len(names)
-    return replace(rule, left=left, right=tuple(right))
+    return rule.with_names(
+        tuple(captures.get((number, place), token) for place, token in enumerate(term.name))
+        for number, term in enumerate(rule.terms)
+    )
 
 
 def _letter(name: Sequence[Token], place: int, used_letters: set[str]) -> str:
     """A name for a capture, after the word before it."""
     before = [re.sub("[^A-Za-z]", "", t) for t in name[:place] if isinstance(t, str)]
-    word = next((text for text in reversed(before) if text), "n")
-    first = "x" if word.startswith("expert") else word[0].lower()
-    return fresh_letter(first + "lnx", used_letters)
+    return letter_after(next((text for text in reversed(before) if text), "n"), used_letters)
 
 
 def _is_grid(base: Sequence[Values]) -> bool:
@@ -469,9 +413,9 @@ def _constants(members: Sequence[Written], columns: _Columns) -> Written | None:
     if not base or not _is_grid(base) or any(min(values) for values in base):
         return None
     letters, axes = letters_of(members[0]), {}
-    for (is_left, number, place), values in columns.items():
+    for (term_number, place), values in columns.items():
         if values not in axes:
-            axes[values] = _letter(_side(members[0], is_left)[number].name, place, letters)
+            axes[values] = _letter(members[0].terms[term_number].name, place, letters)
     sizes = {**dict(members[0].sizes), **{axes[v]: max(v) + 1 for v in base}}
     captures = {where: Capture(axes[values]) for where, values in columns.items()}
     parts = tuple(members)

@@ -10,7 +10,15 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from unickpt.plugins.observe.axis_items import Item, ItemAxis, Padding, Single, Sum, axes_in
+from unickpt.plugins.observe.axis_items import (
+    Item,
+    ItemAxis,
+    ItemPlace,
+    Padding,
+    Single,
+    Sum,
+    axes_in,
+)
 from unickpt.plugins.observe.fitting import Draft, NumberExpr, Term, all_axes
 from unickpt.plugins.observe.regular_blocks import Irregular
 
@@ -18,7 +26,6 @@ _PLAIN = re.compile(r'[^\s\[\](){}<>,=#"?|:\\-]?[^\s\[\](){}<>,=#"?|:\\]*')
 _TOKENS = re.compile(r"([/.]|%2F|(?<![0-9])(?:0|[1-9][0-9]*)(?![0-9]))")
 DIGITS = re.compile(r"0|[1-9][0-9]*")
 LETTERS = "abcdefghijkmnopqrstuvwyz"
-_MOST_MERGED = 2000
 
 
 @dataclass(frozen=True)
@@ -103,8 +110,13 @@ class Written:
         return [*self.left, *itertools.chain(*self.right)]
 
     def renamed(self, change: Callable[[tuple[Token, ...]], tuple[Token, ...]]) -> Written:
-        left = tuple(replace(term, name=change(term.name)) for term in self.left)
-        right = tuple(tuple(replace(t, name=change(t.name)) for t in names) for names in self.right)
+        return self.with_names(change(term.name) for term in self.terms)
+
+    def with_names(self, names: Iterable[tuple[Token, ...]]) -> Written:
+        """The rule with other names, in the order of `terms`."""
+        following = iter(names)
+        left = tuple(replace(term, name=next(following)) for term in self.left)
+        right = tuple(tuple(replace(t, name=next(following)) for t in ts) for ts in self.right)
         return replace(self, left=left, right=right)
 
 
@@ -126,8 +138,7 @@ def written(draft: Draft, order: int, dtype_of: Callable[[Term, bool], str | Non
             is on the left side.
     """
     names = _AxisNames(draft)
-    sides = [draft.left, [term for terms in draft.right for term in terms]]
-    sizes = {} if draft.is_whole else names.sizes(sides)
+    sizes = {} if draft.is_whole else names.sizes(draft.side(True), draft.side(False))
 
     def term(draft_term: Term, is_left: bool) -> WrittenTerm:
         tail = "" if draft.is_whole else names.tail(draft_term)
@@ -139,13 +150,7 @@ def written(draft: Draft, order: int, dtype_of: Callable[[Term, bool], str | Non
         tuple(tuple(term(draft_term, False) for draft_term in terms) for terms in draft.right),
         tuple(sizes.items()),
         order=order,
-        shape=draft.shape
-        or tuple(
-            leaf.extent
-            for draft_term in draft.left
-            for axis in all_axes(draft_term)
-            for leaf in axis.leaves()
-        ),
+        shape=draft.shape or tuple(axis.extent for x in draft.left for axis in all_axes(x)),
     )
 
 
@@ -155,7 +160,7 @@ class _AxisNames:
     def __init__(self, draft: Draft) -> None:
         self._names: dict[int, str] = {}
         self._used_letters: set[str] = set()
-        terms = [*draft.left, *itertools.chain(*draft.right)]
+        terms = [*draft.left, *draft.side(False)]
         for alone in (True, False):  # an axis that is a number by itself has the better name
             for term in terms:
                 self._name_numbers(term, alone)
@@ -176,40 +181,17 @@ class _AxisNames:
                 before = item or before
                 continue
             word = re.findall("[A-Za-z]+", before)[-1:] or ["n"]
-            if alone and len(item.terms) > 1:
-                continue
-            for axis, _ in item.terms:
-                for leaf in axis.leaves():
-                    if id(leaf) not in self._names:
-                        self._names[id(leaf)] = self._fresh(word[0])
-
-    def _fresh(self, word: str) -> str:
-        first = "x" if word.startswith("expert") else word[0].lower()
-        letter = next(
-            n
-            for n in itertools.chain(first, "lnx", LETTERS, more_letters())
-            if n not in self._used_letters
-        )
-        self._used_letters.add(letter)
-        return letter
+            for leaf in item.leaves() if not alone or len(item.terms) == 1 else ():
+                if id(leaf) not in self._names:
+                    self._names[id(leaf)] = letter_after(word[0], self._used_letters)
 
     def name(self, term: Term) -> tuple[Token, ...]:
-        pieces: list[Token] = []
-        for item in term.name:
-            if isinstance(item, str):
-                pieces += tokens(item)
-            else:
-                pieces.append(self._number(item))
-        return tuple(pieces)
+        pieces = (tokens(x) if isinstance(x, str) else (self._number(x),) for x in term.name)
+        return tuple(itertools.chain(*pieces))
 
     def _number(self, number: NumberExpr) -> Token:
-        parts = []
-        for axis, factor in number.terms:
-            stride = factor * axis.representative.extent
-            for leaf in axis.leaves():
-                stride //= leaf.extent
-                letter = self._names[id(leaf)]
-                parts.append((letter, stride))
+        places = (ItemPlace(axis, factor) for axis, factor in number.terms)
+        parts = [(self._names[id(p.axis)], p.stride) for x in places for p in x.leaves()]
         return NumberCapture.of(parts, number.constant) if parts else str(number.constant)
 
     def tail(self, term: Term) -> str:
@@ -245,9 +227,7 @@ class _AxisNames:
 
     def _factor(self, term: Term) -> str:
         scale = term.scale
-        extents = {
-            leaf.extent: self._names[id(leaf)] for axis in all_axes(term) for leaf in axis.leaves()
-        }
+        extents = {axis.extent: self._names[id(axis)] for axis in all_axes(term)}
         if scale > 0:
             for sign, value in (("*", scale), ("/", 1 / scale)):
                 if _is_near(value, round(value)) and value >= 1:
@@ -257,7 +237,7 @@ class _AxisNames:
                     return f"{sign} {extents.get(round(value), round(value))}**0.5"
         return f"* {_decimal(scale)}"
 
-    def sizes(self, sides: Sequence[Sequence[Term]]) -> dict[str, int | str]:
+    def sizes(self, *sides: Sequence[Term]) -> dict[str, int | str]:
         """The sizes that shapes of one side alone do not tell; those that the shapes of both sides
         tell are usual ones only."""
         together = [term for terms in sides for term in terms]
@@ -265,34 +245,29 @@ class _AxisNames:
         for term in together:
             self._sizes_in_name(term, firm)
         alone = _alone(together)
-        grown = True
-        while grown:
-            new_axes = _deducible(together, alone)
-            grown = bool(new_axes - alone)
+        while new_axes := _deducible(together, alone):
             alone |= new_axes
-        for term in together:
-            for items in term.dims:
-                self._sizes_of(items, alone, firm)
+        self._sizes_of(together, alone, firm)
         usual: dict[str, int] = {}
         for terms in sides:
-            one_side = _alone(terms)
-            for term in terms:
-                for items in term.dims:
-                    self._sizes_of(items, one_side, usual)
+            self._sizes_of(terms, _alone(terms), usual)
         all_sizes: dict[str, int | str] = {axis: f"{size}?" for axis, size in usual.items()}
         return dict(sorted((all_sizes | firm).items()))
 
     def _sizes_in_name(self, term: Term, sizes: dict[str, int]) -> None:
         for item in term.name:
-            if not isinstance(item, NumberExpr):
-                continue
-            leaves = [leaf for axis, _ in item.terms for leaf in axis.leaves()]
-            if len(leaves) > 1 or item.constant or term.is_one_of_several:
-                for leaf in leaves:
-                    sizes[self._names[id(leaf)]] = leaf.extent
+            if isinstance(item, NumberExpr):
+                leaves = item.leaves()
+                if len(leaves) > 1 or item.constant or term.is_one_of_several:
+                    sizes |= {self._names[id(leaf)]: leaf.extent for leaf in leaves}
 
-    def _sizes_of(self, items: Sequence[Item], alone: set[int], sizes: dict[str, int]) -> None:
-        """Adds the sizes of a dimension that nothing else tells, but that of the largest axis."""
+    def _sizes_of(self, terms: Sequence[Term], alone: set[int], sizes: dict[str, int]) -> None:
+        """Adds the sizes of dimensions that nothing else tells, but that of the largest axis."""
+        for term in terms:
+            for items in term.dims:
+                self._sizes_of_dim(items, alone, sizes)
+
+    def _sizes_of_dim(self, items: Sequence[Item], alone: set[int], sizes: dict[str, int]) -> None:
         leaves = _leaves(items)
         pads = {piece.extent for item in items for piece in _paddings(item)}
         if len(pads) > 1:
@@ -314,12 +289,8 @@ def _alone(terms: Sequence[Term]) -> set[int]:
     """The axes that are a dimension of some term."""
     every = [_leaves(items) for term in terms for items in term.dims if not _has_sum(items)]
     for term in terms:  # a number in names is, too: the arrays that there are tell its extent
-        numbers = [item for item in term.name if isinstance(item, NumberExpr)]
-        every += [
-            [leaf for axis, _ in item.terms for leaf in axis.leaves()]
-            for item in numbers
-            if not term.is_one_of_several
-        ]
+        if not term.is_one_of_several:
+            every += [item.leaves() for item in term.name if isinstance(item, NumberExpr)]
     return {id(leaves[0]) for leaves in every if len(leaves) == 1}
 
 
@@ -360,6 +331,12 @@ def fresh_letter(first: str, used_letters: set[str]) -> str:
     letter = next(letter for letter in letters if letter not in used_letters)
     used_letters.add(letter)
     return letter
+
+
+def letter_after(word: str, used_letters: set[str]) -> str:
+    """A letter for a number that stands after a word, which is taken then."""
+    first = "x" if word.startswith("expert") else word[0].lower()
+    return fresh_letter(first + "lnx", used_letters)
 
 
 def more_letters() -> Iterator[str]:

@@ -6,7 +6,7 @@ Of `layers.5 <-> blocks.1/2` and its like, `5 = 3 b + j` with `b = 1`, `j = 2`.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -174,7 +174,7 @@ def _put(values: np.ndarray, order: np.ndarray) -> Values:
 
 
 def solutions(
-    known_formulas: Formulas, numbers: Iterator[tuple[Formula, Values]]
+    known_formulas: Formulas, numbers: Iterable[tuple[Formula, Values]]
 ) -> list[Values | None]:
     """For each of several names the values of all variables that its numbers have; None where no
     values do.
@@ -185,33 +185,22 @@ def solutions(
     """
     places = sorted(numbers, key=lambda place: len(place[0].terms))
     count = len(places[0][1]) if places else 0
-    answers: list[Values | None] = []
-    for number in range(count):
-        value_by_variable: dict[int, int] = {}
-        for formula, values in places:
-            for variable, value in _solved(
-                formula, values[number], known_formulas.sizes, value_by_variable
-            ):
-                if value_by_variable.setdefault(variable, value) != value:
-                    value_by_variable[-1] = 0
-        is_solved = -1 not in value_by_variable and len(value_by_variable) == len(
-            known_formulas.variables
-        )
-        answers.append(
-            tuple(value_by_variable[v] for v in sorted(value_by_variable)) if is_solved else None
-        )
-    return answers
+    return [
+        _solution(known_formulas, [(formula, values[number]) for formula, values in places])
+        for number in range(count)
+    ]
 
 
-def _solved(
-    formula: Formula, number: int, sizes: dict[int, int], value_by_variable: dict[int, int]
-) -> Iterator[tuple[int, int]]:
-    """The values of a formula's variables; -1 with another than itself where there are none."""
-    remainder = number - formula.constant
-    for variable, factor in sorted(formula.terms, key=lambda term: -term[1]):
-        value, remainder = divmod(remainder, factor)
-        if value < 0 or value >= sizes.get(variable, value + 1):
-            value_by_variable[-1] = 0
-        yield variable, value
-    if remainder:
-        value_by_variable[-1] = 0
+def _solution(known_formulas: Formulas, numbers: Sequence[tuple[Formula, int]]) -> Values | None:
+    value_by_variable: dict[int, int] = {}
+    for formula, number in numbers:
+        remainder = number - formula.constant
+        for variable, factor in sorted(formula.terms, key=lambda term: -term[1]):
+            value, remainder = divmod(remainder, factor)
+            is_in_range = 0 <= value < known_formulas.sizes.get(variable, value + 1)
+            if not is_in_range or value_by_variable.setdefault(variable, value) != value:
+                return None
+        if remainder:
+            return None
+    is_solved = len(value_by_variable) == len(known_formulas.variables)
+    return tuple(value_by_variable[v] for v in sorted(value_by_variable)) if is_solved else None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -21,6 +21,7 @@ from unickpt.plugins.observe.merging import merged
 from unickpt.plugins.observe.notation import Written, WrittenTerm, tokens, written
 from unickpt.plugins.observe.regular_blocks import Irregular
 
+_MISSING = object()
 _SCALES = (1.0, 1e-3, 300.0)
 """Of the fresh numbers: a converter that asks how large values are shall answer differently."""
 
@@ -99,7 +100,7 @@ class Seen:
     refused: dict[str, str]
     runs: int
     together: Callable[[str], str] | None = None
-    values: ProbeValues = field(default_factory=lambda: ProbeValues())
+    values: ProbeValues = ProbeValues()
 
 
 def observed(converter: Callable[..., dict[str, Array]], example: Example, title: str) -> Seen:
@@ -119,17 +120,11 @@ def observed(converter: Callable[..., dict[str, Array]], example: Example, title
     try:
         seen = _traced(converter, example, inputs)
         _test(converter, example, seen)
-    except ValueError as error:
-        if isinstance(error, NamesDiffer):
-            raise RuleError(f"{title}: {error}") from None
-        raise
-    plain_values, returned_values = example.plain, getattr(converter, "plain", {})
-    unchanged_names = [
-        name
-        for name, value in plain_values.items()
-        if name in returned_values and returned_values[name] == value
-    ]
-    seen.values = ProbeValues(tuple(plain_values), tuple(returned_values), tuple(unchanged_names))
+    except NamesDiffer as error:
+        raise RuleError(f"{title}: {error}") from None
+    plain, returned = example.plain, getattr(converter, "plain", {})
+    unchanged = (name for name, value in plain.items() if returned.get(name, _MISSING) == value)
+    seen.values = ProbeValues(tuple(plain), tuple(returned), tuple(unchanged))
     return seen
 
 
@@ -140,19 +135,14 @@ def _traced(
     native_arrays = [np.zeros(shape, dtype) for shape, dtype in example.arrays.values()]
     wide = [np.zeros(x.shape, np.float32) if _is_narrow(x) else x for x in native_arrays]
     names = list(example.arrays)
-    for arrays in (
-        (wide, native_arrays) if any(map(_is_narrow, native_arrays)) else (native_arrays,)
-    ):
+    for arrays in [wide, native_arrays] if any(map(_is_narrow, native_arrays)) else [native_arrays]:
         tracer = Tracer(converter, arrays, names)
         try:
             traced = tracer.trace()
-        except NamesDiffer:
-            raise
-        except Exception:
-            if arrays is native_arrays:
+            break
+        except Exception as error:
+            if arrays is native_arrays or isinstance(error, NamesDiffer):
                 raise
-            continue
-        break
     refused = {output.name: _of_several(output) for output in traced if output.fault}
     return Seen(inputs, traced, {}, {}, refused, tracer.runs)
 
@@ -195,12 +185,7 @@ class _RuleWriter:
         Raises:
             RuleError: there are none, though each array is clear.
         """
-        seen = self._seen
-        return self._write([output for output in seen.traced if output.name not in seen.refused])
-
-    # --- writing ------------------------------------------------------------------------------
-
-    def _write(self, traced: Sequence[Traced]) -> Rules:
+        traced = [output for output in self._seen.traced if output.name not in self._seen.refused]
         inputs = self._seen.inputs
         of_inputs = [array for array in traced if (array.source >= 0).any()]
         numbers = {array.name: number for number, array in enumerate(inputs)}
@@ -212,15 +197,13 @@ class _RuleWriter:
             if isinstance(draft, ComponentMisfit):
                 self._refuse(draft.right, draft.why)
                 continue
-            order = min(numbers[name] for term in draft.left for name in term.names)
+            names = draft.names(is_left=True)
             try:
-                rules.append(written(draft, order, self._dtype_of(draft)))
+                rules.append(written(draft, min(map(numbers.__getitem__, names)), self._dtype_of(draft)))
             except Irregular as error:
-                self._refuse(
-                    [n for names in draft.right for t in names for n in t.names], str(error)
-                )
+                self._refuse(draft.names(is_left=False), str(error))
                 continue
-            used |= {name for term in draft.left for name in term.names}
+            used.update(names)
         constant: list[str] = []
         not_made: list[str] = []
         for array in traced:
@@ -239,17 +222,14 @@ class _RuleWriter:
         dropped += [name for name in values.taken if name not in values.kept]
         not_made += [name for name in values.returned if name not in values.kept]
         self._used = self._used_elements(inputs, of_inputs)
-        scaled = [
-            array.name
-            for array in of_inputs
-            if _is_scaled(array) and array.name not in self._seen.refused
-        ]
-        reported_names = {*scaled, *constant, *not_made, *self._seen.refused}
+        refused = self._seen.refused
+        scaled = [x.name for x in of_inputs if _is_scaled(x) and x.name not in refused]
+        reported_names = {*scaled, *constant, *not_made, *refused}
         report = ObservedReport(
             tuple(array.name for array in traced if array.name not in reported_names),
             tuple(scaled), tuple(constant), tuple(not_made), tuple(dropped),
             tuple(name for name, is_used in self._used.items() if not is_used.all()),
-            self._seen.refused, self._seen.runs,
+            refused, self._seen.runs,
         )  # fmt: skip
         return self._checked(rules, report, used | {*dropped})
 
@@ -281,13 +261,11 @@ class _RuleWriter:
 
     def _dtype_of(self, draft: Draft) -> Callable[[Term, bool], str | None]:
         """Which dtype terms have when they are made, where the converter changes it."""
-        left = {self._seen.own[name].dtype for term in draft.left for name in term.names}
-        right = {
-            self._seen.made[n].dtype for names in draft.right for term in names for n in term.names
-        }
-
+        names = draft.names(is_left=True)
+        left = {self._seen.own[name].dtype for name in names}
+        right = {self._seen.made[name].dtype for name in draft.names(is_left=False)}
         if left != right and len(right) == 1:
-            self._casts |= {n: next(iter(right)) for term in draft.left for n in term.names}
+            self._casts |= dict.fromkeys(names, *right)
 
         def dtype_of(term: Term, is_left: bool) -> str | None:
             if left == right and len(left) == 1:
@@ -370,7 +348,8 @@ class _RuleWriter:
         want = {name: x for name, x in self._seen.made.items() if name not in report.refused}
         values = self._seen.values
         forward = through(rules, have, want, values.taken, values.returned)
-        same(forward, _without(want, report.not_made), {*report.scaled})
+        made = {name: x for name, x in want.items() if name not in report.not_made}
+        same(forward, made, {*report.scaled})
         backward = through(rules.inverse, want, have, values.returned, values.taken)
         expected = {name: self._left_of(name) for name in have if name not in report.dropped}
         same(backward, expected, {*have} if report.scaled else set())
@@ -387,8 +366,8 @@ def _tell_apart(all_drafts: Sequence[Draft]) -> None:
     seen: dict[object, list[Term]] = {}
     for draft in all_drafts:
         terms_of_draft: dict[object, Term] = {}
-        for is_left, terms in ((True, draft.left), (False, [t for ts in draft.right for t in ts])):
-            for term in terms:
+        for is_left in (True, False):
+            for term in draft.side(is_left):
                 if any(not isinstance(item, str) for item in term.name):
                     texts = tuple(item if isinstance(item, str) else None for item in term.name)
                     terms_of_draft[is_left, texts] = term
@@ -397,10 +376,6 @@ def _tell_apart(all_drafts: Sequence[Draft]) -> None:
     for alike in seen.values():
         for term in alike:
             term.is_one_of_several |= len(alike) > 1
-
-
-def _without(arrays: Mapping[str, Array], names: Sequence[str]) -> dict[str, Array]:
-    return {name: x for name, x in arrays.items() if name not in names}
 
 
 def _is_narrow(x: Array) -> bool:
@@ -451,9 +426,8 @@ def _differs(
         cast = expected.astype(flat.dtype)
         good = (cast == flat) | (np.isnan(cast.astype(np.float64)) & np.isnan(flat.astype(float)))
         if _is_scaled(output) and dtype_kind(flat.dtype) == "float":
-            size = np.maximum(np.abs(expected), np.abs(output.offset)) + np.abs(
-                expected - output.offset
-            )
+            size = np.maximum(np.abs(expected), np.abs(output.offset))
+            size += np.abs(expected - output.offset)
             last = max(step(flat.dtype), 2e-6)
             good |= np.abs(flat.astype(np.float64) - expected) <= 4 * last * size
     bad = np.flatnonzero(~good)
@@ -470,10 +444,7 @@ def _text(title: str, rules: Sequence[Written], report: ObservedReport) -> str:
     head = [f"# Observed from {title}: {report.covered:,} arrays."]
     if report.refused:
         head.append(f"# {len(report.refused):,} more cannot be made by rules.")
-    width = max((len(str(r).partition(" <-> ")[0]) for r in rules), default=0)
-    width = min(width, 60)
-    lines = []
-    for rule in rules:
-        left, arrow, right = str(rule).partition(" <-> ")
-        lines.append(f"{left.ljust(width)}{arrow}{right}")
+    sides = [str(rule).partition(" <-> ") for rule in rules]
+    width = min(60, max((len(left) for left, *_ in sides), default=0))
+    lines = [f"{left.ljust(width)}{arrow}{right}" for left, arrow, right in sides]
     return "\n".join([*head, "", *lines, ""])

@@ -77,17 +77,10 @@ def combined(blocks: list[Block]) -> list[Block]:
 def _repeated(blocks: list[Block]) -> list[Block]:
     """Equal blocks as one with a further digit, or as one for each of the first digits."""
     ordered = sorted(blocks, key=lambda block: block.first)
-    steps = np.diff(np.asarray([block.first for block in ordered], np.int64), axis=0)
-    if not len(steps):
+    digit = _digit(np.asarray([block.first for block in ordered], np.int64))
+    if digit is None:
         return ordered
-    breaks = np.flatnonzero((steps != steps[0]).any(axis=1))
-    radix = len(ordered) if not len(breaks) else int(breaks[0]) + 1
-    if radix < 2 or len(ordered) % radix:
-        return ordered
-    if (_inner_steps(steps, radix) != steps[0]).any():
-        return ordered
-    digit = radix, tuple(map(int, steps[0]))
-    return [Block(block.first, (digit, *block.digits)) for block in ordered[::radix]]
+    return [Block(block.first, (digit, *block.digits)) for block in ordered[:: digit[0]]]
 
 
 def _nested(rows: Array) -> Block | None:
@@ -95,25 +88,26 @@ def _nested(rows: Array) -> Block | None:
     first = tuple(map(int, rows[0]))
     digits: list[tuple[int, tuple[int, ...]]] = []
     while len(rows) > 1:
-        steps = np.diff(rows, axis=0)
-        step = steps[0]
-        breaks = np.flatnonzero((steps != step).any(axis=1))
-        radix = len(rows) if not len(breaks) else int(breaks[0]) + 1
-        if len(rows) % radix:
+        digit = _digit(rows)
+        if digit is None:
             return None
-        starts = rows[::radix]
-        if (_inner_steps(steps, radix) != step).any():
-            return None
-        digits.append((radix, tuple(map(int, step))))
-        rows = starts
+        digits.append(digit)
+        rows = rows[:: digit[0]]
     return Block(first, tuple(reversed(digits)))
 
 
-def _inner_steps(steps: Array, radix: int) -> Array:
-    """The steps within each run of `radix` elements."""
-    within = np.ones(len(steps), bool)
+def _digit(rows: Array) -> tuple[int, tuple[int, ...]] | None:
+    """The innermost digit of rows, radix and step; None if there is none."""
+    steps = np.diff(rows, axis=0)
+    if not len(steps):
+        return None
+    breaks = np.flatnonzero((steps != steps[0]).any(axis=1))
+    radix = len(rows) if not len(breaks) else int(breaks[0]) + 1
+    within = np.ones(len(steps), bool)  # runs of as many rows as the radix is
     within[radix - 1 :: radix] = False
-    return steps[within]
+    if len(rows) % radix or (steps[within] != steps[0]).any():
+        return None
+    return radix, tuple(map(int, steps[0]))
 
 
 def _parted(rows: Array, left: int) -> tuple[Array, Array]:
@@ -144,6 +138,4 @@ def _cuts(rows: Array, coordinate: int) -> list[int]:
         if before is not None and (step[0] != before).any():
             cuts.append(int(value))
         before = step[0] if before is None or (step[0] == before).all() else None
-    if len(cuts) > _MOST_CUTS:
-        cuts = cuts[:_MOST_CUTS]
-    return cuts[::-1]
+    return cuts[:_MOST_CUTS][::-1]

@@ -102,22 +102,24 @@ def _variants(rule_number: int, rule: Written) -> Iterator[tuple[object, _Varian
         return
     for word in sorted(_words(rule)):
         shape = _replaced(rule, word, Capture(""))
-        yield (True, shape.left, shape.right, shape.sizes), _Variant(rule_number, word, word)
-    if len(rule.left) == len(rule.right) == len(rule.right[0]) == 1:
-        left, right = rule.left[0], rule.right[0][0]
-        for places in itertools.product(_places(left.name), _places(right.name)):
-            names = _masked(left.name, places[0]), _masked(right.name, places[1])
-            key = False, *names, left.tail, right.tail, rule.sizes
-            pair = str(left.name[places[0]]), str(right.name[places[1]])
-            yield key, _Variant(rule_number, *pair, places)
+        yield (shape.left, shape.right, shape.sizes), _Variant(rule_number, word, word)
+    yield from _pairs(rule_number, rule, _places)
 
 
 def _phrases(rule_number: int, rule: Written) -> Iterator[tuple[object, _Variant]]:
     """The rule without a word, a number or two components of each side, and these."""
+    return _pairs(rule_number, rule, _spans)
+
+
+def _pairs(
+    rule_number: int, rule: Written, spans_of: Callable[[Sequence[Token]], list[tuple[int, int]]]
+) -> Iterator[tuple[object, _Variant]]:
+    """The rule of one name on each side without a span of each, and these."""
     if len(rule.left) != 1 or len(rule.right) != 1 or len(rule.right[0]) != 1:
         return
-    left, right = rule.left[0], rule.right[0][0]
-    for (place, count), (other, size) in itertools.product(_spans(left.name), _spans(right.name)):
+    left, right = rule.terms
+    spans = itertools.product(spans_of(left.name), spans_of(right.name))
+    for (place, count), (other, size) in spans:
         names = _masked(left.name, place, count), _masked(right.name, other, size)
         key = *names, left.tail, right.tail, rule.sizes
         ours = "".join(map(str, left.name[place : place + count]))
@@ -157,29 +159,21 @@ def _replaced(rule: Written, word: str, capture: Capture) -> Written:
     return rule.renamed(lambda name: tuple(capture if token == word else token for token in name))
 
 
-def _places(name: Sequence[Token]) -> list[int]:
-    return [
-        position for position, t in enumerate(name) if isinstance(t, str) and _WORD.fullmatch(t)
-    ]
+def _places(name: Sequence[Token]) -> list[tuple[int, int]]:
+    return [(n, 1) for n, t in enumerate(name) if isinstance(t, str) and _WORD.fullmatch(t)]
 
 
-def _masked(name: Sequence[Token], place: int, count: int = 1) -> tuple[Token, ...]:
+def _masked(name: Sequence[Token], place: int, count: int) -> tuple[Token, ...]:
     return *name[:place], Capture(""), *name[place + count :]
 
 
 def _distinct(variants: Sequence[_Variant]) -> list[_Variant]:
     """Those of a group that can be one rule: no word of a side twice, and not too many."""
-    distinct_variants: list[_Variant] = []
+    result: list[_Variant] = []
     for v in variants:
-        if all(
-            v.rule != o.rule and v.left != o.left and v.right != o.right for o in distinct_variants
-        ):
-            distinct_variants.append(v)
-    return (
-        distinct_variants
-        if distinct_variants[0].places is None
-        else distinct_variants[:_MOST_PAIRED]
-    )
+        if all(v.rule != o.rule and v.left != o.left and v.right != o.right for o in result):
+            result.append(v)
+    return result if result[0].places is None else result[:_MOST_PAIRED]
 
 
 def _worth(variants: Sequence[_Variant]) -> tuple[int, bool]:
