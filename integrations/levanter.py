@@ -9,10 +9,12 @@ one checkpoint of unickpt, `<step>/unickpt`. docs/integrations/levanter.md says 
 
 from __future__ import annotations
 
+import functools
 import importlib
 import logging
-import threading
+import operator
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from typing import Any
 
 import jax
@@ -27,9 +29,9 @@ from unickpt.extend import (
     put_nested,
     quoted,
     resolve_path,
+    settle_future,
     storage_context,
 )
-from unickpt.types import PendingSave
 
 __all__ = [
     "AsyncManager",
@@ -100,7 +102,7 @@ class AsyncManager:
 
     def __init__(self, options: SaveOptions | None = None) -> None:
         self._options = options
-        self._pending: _Pending | None = None
+        self._pending: Future[None] | None = None
 
     def save(self, path: str, arrays: Any, committed: Callable[[], None] | None) -> None:
         """Begins a save, after the one before has ended.
@@ -120,7 +122,14 @@ class AsyncManager:
                 f"{path} was saved by levanter itself; remove the folder first"
             )
         save = unickpt.save_async(f"{path}/{FOLDER}", arrays, overwrite=True, options=self._options)
-        self._pending = _Pending(save, committed)
+        self._pending = ended = Future[None]()
+
+        def finish() -> None:
+            save.result()
+            if committed is not None:
+                committed()
+
+        save.add_done_callback(lambda: settle_future(ended, finish))
 
     def wait_until_finished(self) -> None:
         """Waits for the save in the background, and for what is called after it.
@@ -134,37 +143,8 @@ class AsyncManager:
 
     def check_for_errors(self) -> None:
         """Raises the error of a save that has failed by now."""
-        if self._pending is not None and self._pending.over.is_set():
+        if self._pending is not None and self._pending.done():
             self.wait_until_finished()
-
-
-class _Pending:
-    """A save, and what is called after its commit.
-
-    Arguments:
-        save: in the background.
-        committed: what is called, if anything.
-    """
-
-    def __init__(self, save: PendingSave, committed: Callable[[], None] | None) -> None:
-        self._save, self._committed, self.over = save, committed, threading.Event()
-        self._error: BaseException | None = None
-        save.add_done_callback(self._ended)
-
-    def _ended(self) -> None:
-        try:
-            self._save.result()
-            if self._committed is not None:
-                self._committed()
-        except BaseException as error:  # raised by `result`
-            self._error = error
-        finally:
-            self.over.set()
-
-    def result(self) -> None:
-        self.over.wait()
-        if self._error is not None:
-            raise self._error
 
 
 # --- saving --------------------------------------------------------------------------------------
@@ -223,15 +203,10 @@ def nested(flat: Mapping[str, Any]) -> dict[str, Any]:
 
 def _named_leaves(pytree: Any) -> dict[str, Any]:
     """The leaves of a tree by levanter's names; those of NamedArrays are their arrays."""
-    haliax, utils = importlib.import_module("haliax.util"), _levanter("utils.jax_utils")
-    is_named = haliax.is_named_array
-    names = utils.leaf_key_paths(pytree, is_leaf=is_named)
-    pairs = zip(
-        jax.tree.leaves(names, is_leaf=is_named),
-        jax.tree.leaves(pytree, is_leaf=is_named),
-        strict=True,
-    )
-    return {name: leaf.array if is_named(leaf) else leaf for name, leaf in pairs}
+    is_named = importlib.import_module("haliax.util").is_named_array
+    names = _levanter("utils.jax_utils").leaf_key_paths(pytree, is_leaf=is_named)
+    trees = (jax.tree.leaves(tree, is_leaf=is_named) for tree in (names, pytree))
+    return {n: leaf.array if is_named(leaf) else leaf for n, leaf in zip(*trees, strict=True)}
 
 
 def _as_array(leaf: Any) -> Any:
@@ -291,18 +266,19 @@ def tree_deserialize_leaves_tensorstore(
     loaded: Any = {}
     if targets:
         loaded = unickpt.load(stored, like, cast=cast, unexpected="skip", under=under)
-    return jax.tree.unflatten(
-        structure,
-        [
-            _filled(leaf, _at(loaded, name), haliax) if name in targets else leaf
-            for name, leaf in zip(names, leaves, strict=True)
-        ],
-    )
+
+    def filled(name: str, leaf: Any) -> Any:
+        if name not in targets:
+            return leaf
+        array = functools.reduce(operator.getitem, name.split("."), loaded)
+        return type(leaf)(array, leaf.axes) if haliax.is_named_array(leaf) else array
+
+    pairs = zip(names, leaves, strict=True)
+    return jax.tree.unflatten(structure, [filled(name, leaf) for name, leaf in pairs])
 
 
 def _names(pytree: Any, is_leaf: Callable[[Any], bool]) -> list[str]:
-    utils = _levanter("utils.jax_utils")
-    names = utils.leaf_key_paths(pytree, is_leaf=is_leaf)
+    names = _levanter("utils.jax_utils").leaf_key_paths(pytree, is_leaf=is_leaf)
     return [str(name) for name in jax.tree.leaves(names, is_leaf=lambda x: x is None)]
 
 
@@ -310,16 +286,6 @@ def _missing(stored: Checkpoint, prefix: str, targets: Mapping[str, Any]) -> lis
     """The names that a checkpoint lacks."""
     parts = {name: "/".join(map(name_component, name.split("."))) for name in targets}
     return [name for name, part in parts.items() if join_names(prefix, part) not in stored]
-
-
-def _at(loaded: Any, name: str) -> Any:
-    for part in name.split("."):
-        loaded = loaded[part]
-    return loaded
-
-
-def _filled(leaf: Any, array: Any, haliax: Any) -> Any:
-    return type(leaf)(array, leaf.axes) if haliax.is_named_array(leaf) else array
 
 
 def _opened(path: str) -> tuple[Checkpoint, str] | None:

@@ -172,6 +172,7 @@ from unickpt.storage.paths import resolve as resolve_path
 from unickpt.storage.schemes import Scheme
 from unickpt.storage.schemes import register as register_scheme
 from unickpt.threads import Pool, SerialExecutor, in_batches
+from unickpt.threads import settle as settle_future
 from unickpt.trees.hints import hint as storing_hint
 from unickpt.trees.moments import moments_among
 from unickpt.trees.tree import MAX_DEPTH, Expansion, Key, Leaf, Node, Opaque, child_names, unwrapped
@@ -303,14 +304,14 @@ __all__ = [
     "read_into", "reading", "reading_again", "reading_checkpoint", "reading_failed", "rebuild_tree",
     "refuse_checkpoint", "refuse_unknown", "register_codec", "register_format", "register_scheme",
     "register_writer", "remove_checkpoint", "reporting", "resolve_path", "restore_replaced",
-    "room_text", "row_major", "rule_exprs_of", "ruled_elements", "save_in_background", "shape_text",
-    "shortened", "shown_text", "size_text", "step_metrics", "storage_context", "stored_chunk_bytes",
-    "stored_leaf", "stored_leaves", "stored_unit_steps", "storing_hint", "structure_of",
-    "sync_folder", "system_calls", "take_retention", "terminal_options", "terminal_output",
-    "terminal_tables", "text_file", "tree_from_json", "tree_from_names", "tree_to_json",
-    "tree_with_values", "tree_without", "unickpt_version", "unregister_codec", "unregister_format",
-    "unregister_writer", "unwrapped", "version_at", "within", "write_streamed", "writing_failed",
-    "written_in_data_file", "zarr_dtype",
+    "room_text", "row_major", "rule_exprs_of", "ruled_elements", "save_in_background",
+    "settle_future", "shape_text", "shortened", "shown_text", "size_text", "step_metrics",
+    "storage_context", "stored_chunk_bytes", "stored_leaf", "stored_leaves", "stored_unit_steps",
+    "storing_hint", "structure_of", "sync_folder", "system_calls", "take_retention",
+    "terminal_options", "terminal_output", "terminal_tables", "text_file", "tree_from_json",
+    "tree_from_names", "tree_to_json", "tree_with_values", "tree_without", "unickpt_version",
+    "unregister_codec", "unregister_format", "unregister_writer", "unwrapped", "version_at",
+    "within", "write_streamed", "writing_failed", "written_in_data_file", "zarr_dtype",
 ]  # fmt: skip
 
 # Imported when they are first used. What `import unickpt` needs anyway is imported above.

@@ -214,6 +214,14 @@ class Ticker:
             self._calls += 1
 
 
+def settle(future: Future[T], work: Callable[[], T]) -> None:
+    """Does some work, and gives a future its result or its error."""
+    try:
+        future.set_result(work())
+    except BaseException as error:
+        future.set_exception(error)
+
+
 class Pool(ThreadPoolExecutor):
     """A `ThreadPoolExecutor` that runs work on the submitting thread where no thread can be had.
 
@@ -234,12 +242,8 @@ class Pool(ThreadPoolExecutor):
         run = threading.Lock()  # a thread that starts after all must not run it again
 
         def once() -> None:
-            if not run.acquire(blocking=False) or not done.set_running_or_notify_cancel():
-                return
-            try:
-                done.set_result(fn(*args, **kwargs))
-            except BaseException as error:
-                done.set_exception(error)
+            if run.acquire(blocking=False) and done.set_running_or_notify_cancel():
+                settle(done, lambda: fn(*args, **kwargs))
 
         if self._none:
             once()

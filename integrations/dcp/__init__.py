@@ -34,6 +34,7 @@ from unickpt.extend import (
     job_group,
     loaded_together,
     reading_checkpoint,
+    settle_future,
     structure_of,
 )
 from unickpt.integrations.dcp.file_system import FileSystemReader, FileSystemWriter
@@ -198,7 +199,7 @@ def async_save(
     if not later:
         return upload
     staged: Future[None] = Future()
-    threading.Thread(target=_wait_staged, args=(pending, staged), daemon=True).start()
+    threading.Thread(target=settle_future, args=(staged, pending.wait_staged), daemon=True).start()
     return AsyncSaveResponse(staged, upload)
 
 
@@ -324,15 +325,6 @@ class SaveFuture(Future[Any]):
         except BaseException as error:
             return error
         return None
-
-
-def _wait_staged(pending: PendingSave, staged: Future[None]) -> None:
-    try:
-        pending.wait_staged()
-    except BaseException as error:
-        staged.set_exception(error)
-    else:
-        staged.set_result(None)
 
 
 # --- arguments: what cannot be honoured is refused by its name ------------------------------------

@@ -14,7 +14,7 @@ from orbax.checkpoint.checkpoint_args import register_with_handler
 
 import unickpt
 from unickpt import LoadOptions, Rules, SaveOptions
-from unickpt.extend import SaveCallbacks, SaveRequest, save_in_background
+from unickpt.extend import SaveCallbacks, SaveRequest, save_in_background, settle_future
 from unickpt.integrations.destination import Destination
 from unickpt.integrations.orbax.placement import described_placement
 from unickpt.integrations.orbax.restoring import METADATA, OrbaxTree
@@ -157,20 +157,11 @@ def begin_save(
     )
 
 
-def as_future(pending: PendingSave) -> Future[None]:
+def as_future(pending: PendingSave) -> Future[Any]:
     """The outcome of a save for Orbax, which raises the error; the next save does not."""
-    outcome: Future[None] = Future()
+    outcome: Future[Any] = Future()
     outcome.set_running_or_notify_cancel()  # a save that has begun is not cancelled
-
-    def settle() -> None:
-        try:
-            pending.result()
-        except BaseException as error:
-            outcome.set_exception(error)
-        else:
-            outcome.set_result(None)
-
-    pending.add_done_callback(settle)
+    pending.add_done_callback(lambda: settle_future(outcome, pending.result))
     return outcome
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
@@ -17,6 +18,7 @@ from unickpt.extend import (
     adapters,
     encode_per_process,
     first_few,
+    settle_future,
 )
 from unickpt.plugins.data.ranks import Ranks
 
@@ -122,7 +124,8 @@ class Resumable(ABC):
 
     def __init__(self, ranks: Ranks | None) -> None:
         self.ranks = Ranks.of_job() if ranks is None else ranks
-        self._ahead: _Collecting | None = None
+        self._ahead: tuple[int, Future[EncodedValue]] | None = None
+        """The step whose state a thread collects, and what it collects."""
 
     @abstractmethod
     def collect(self) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
@@ -156,9 +159,11 @@ class Resumable(ABC):
             ...     if step % 2 == 1:  # such as `checkpointer.should_save(step)`
             ...         loader.prefetch(step)
         """
-        ahead = self._ahead
-        if self.ranks.writes and (ahead is None or ahead.step != step):
-            self._ahead = _Collecting(self._encoded, step)
+        if self.ranks.writes and (self._ahead is None or self._ahead[0] != step):
+            self._ahead = step, Future()
+            arguments = self._ahead[1], lambda: encode_per_process(self._sections(), adapters())
+            name = "unickpt-data"
+            threading.Thread(target=settle_future, args=arguments, name=name, daemon=True).start()
 
     def state_dict(self) -> PerProcess:
         """The state, as the leaf that is saved."""
@@ -166,7 +171,7 @@ class Resumable(ABC):
         if not self.ranks.writes:
             value: Any = NOTHING_HERE
         else:
-            value = self._sections() if ahead is None else ahead.result()
+            value = self._sections() if ahead is None else ahead[1].result()
         return PerProcess(value, self._redistribute)
 
     def load_state_dict(self, loaded: PerProcess) -> None:
@@ -182,39 +187,10 @@ class Resumable(ABC):
         about = {"loader": self.kind, "rank": self.ranks.rank, "ranks": self.ranks.count}
         return Sections({**about, **facts}, sections)
 
-    def _encoded(self) -> EncodedValue:
-        return encode_per_process(self._sections(), adapters())
-
     @contextmanager
     def _changing(self) -> Iterator[None]:
         """Around a change of the state: waits for the thread that collects it; drops its result."""
         if self._ahead is not None:
-            self._ahead.wait()
+            wait([self._ahead[1]])
             self._ahead = None
         yield
-
-
-class _Collecting:
-    """A state that a thread collects."""
-
-    def __init__(self, collect: Any, step: int) -> None:
-        self.step, self._collect = step, collect
-        self._outcome: EncodedValue | BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name="unickpt-data", daemon=True)
-        self._thread.start()
-
-    def _run(self) -> None:
-        try:
-            self._outcome = self._collect()
-        except BaseException as error:  # raised where the state is asked for
-            self._outcome = error
-
-    def wait(self) -> None:
-        self._thread.join()
-
-    def result(self) -> EncodedValue:
-        self.wait()
-        if not isinstance(self._outcome, EncodedValue):
-            assert self._outcome is not None, "the thread has ended"
-            raise self._outcome
-        return self._outcome

@@ -95,7 +95,7 @@ class ExpertKeys:
         self._keys = [ExpertKey.of(text, value) for text, value in each_save.items()]
         self._names = [(key, _pattern(_parts(key.text))) for key in self._keys]
         self._layers = [(key, _pattern(_layer(key))) for key in self._keys]
-        self._cache: dict[str, tuple[tuple[int, ...], Layout | None, ArrayUnits | None]] = {}
+        self._cache: dict[str, tuple[tuple[Any, Any], ArrayUnits | None]] = {}
         self._texts = {key.text: key for key in self._keys if _LAYER not in key.text}
         self._layered = [(key, _layered(key)) for key in self._keys if _LAYER in key.text]
 
@@ -112,15 +112,11 @@ class ExpertKeys:
         Raises:
             ValueError: two keys match it.
         """
-        cached_entry = self._cache.get(name)  # each save of a run asks again, in the call
-        if (
-            cached_entry is not None
-            and cached_entry[0] == tuple(shape)
-            and cached_entry[1] == layout
-        ):
-            return cached_entry[2]
-        units = self._find(name, shape, layout)
-        self._cache[name] = tuple(shape), layout, units
+        # Each save of a run asks again, in the call.
+        facts, units = self._cache.get(name, (None, None))
+        if facts != (tuple(shape), layout):
+            units = self._find(name, shape, layout)
+            self._cache[name] = (tuple(shape), layout), units
         return units
 
     def _find(self, name: str, shape: Sequence[int], layout: Layout | None) -> ArrayUnits | None:

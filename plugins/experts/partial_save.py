@@ -143,10 +143,6 @@ class Chosen:
     base: PartialBase | None = None
 
 
-def _ignore(_: Chosen) -> None:
-    pass
-
-
 @dataclass(frozen=True)
 class PartialSave:
     """A save of a run with partial experts, before its arrays are known (a `WriteFilter`).
@@ -173,7 +169,7 @@ class PartialSave:
     layers: Mapping[str, str] = field(default_factory=dict)
     earlier: ExpertRecord = field(default_factory=lambda: ExpertRecord({}))
     most_bases: int | None = None
-    selected: Callable[[Chosen], object] = _ignore
+    selected: Callable[[Chosen], object] = lambda _: None
 
     def select(self, index: Index, units: Mapping[str, ArrayUnits]) -> Selection:
         """Chooses the experts to write: all, if the base lacks some of those of this process.
@@ -191,11 +187,9 @@ class PartialSave:
         self.selected(choice)
         metadata, earlier = recorded(index.metadata, record), list[Earlier]()
         for candidate in () if base is None else base.chain():
-            step_metadata = (
-                metadata if candidate is base else recorded(index.metadata, earlier_record)
-            )
-            steps = self._steps(units, chosen, candidate)
-            earlier.append(Earlier(candidate.path, candidate.attempt, step_metadata, steps))
+            step_record = record if candidate is base else earlier_record
+            of_step = recorded(index.metadata, step_record), self._steps(units, chosen, candidate)
+            earlier.append(Earlier(candidate.path, candidate.attempt, *of_step))
         nbytes = {} if base is None or chosen is None else base.bytes_of(chosen, index.processes)
         return Selection(units, metadata, choice.steps, "experts", chosen, earlier, nbytes)
 

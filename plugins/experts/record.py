@@ -6,10 +6,13 @@ the experts take turns, and a restart loses what those learned that were not sav
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from numbers import Integral
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
+
+import msgspec
 
 from unickpt.errors import CheckpointCorrupt
 from unickpt.extend import RESERVED_METADATA, UnitSteps, stored_unit_steps
@@ -252,23 +255,29 @@ def stored(metadata: Mapping[str, Any], where: str) -> ExpertRecord | None:
     if steps is None:
         return None
     try:
-        body = metadata[RESERVED_METADATA][_MEMBER]
-        layers = body.get("layers", {})
-        return ExpertRecord(
-            steps,
-            {
-                name: TokenCounts(
-                    _numbered(t["seen"]), _numbered(t["lost"]), _amount(t["lost_before"])
-                )
-                for name, t in layers.items()
-            },
-            _count(body.get("doublings", 0)),
-            {name: _text(t["key"]) for name, t in layers.items()},
-        )
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        body = msgspec.convert(metadata[RESERVED_METADATA][_MEMBER], _StoredRecord, str_keys=True)
+    except msgspec.ValidationError as error:
         raise CheckpointCorrupt(
-            f"{where}: what its metadata records of its experts is malformed: {error!r}"
+            f"{where}: what its metadata records of its experts is malformed: {error}"
         ) from None
+    layers = {n: TokenCounts(t.seen, t.lost, t.lost_before) for n, t in body.layers.items()}
+    keys = {name: layer.key for name, layer in body.layers.items()}
+    return ExpertRecord(steps, layers, body.doublings, keys)
+
+
+_Amount = Annotated[float, msgspec.Meta(ge=0, lt=math.inf)]
+
+
+class _StoredLayer(msgspec.Struct):
+    key: str
+    seen: dict[int, _Amount]
+    lost: dict[int, _Amount]
+    lost_before: _Amount
+
+
+class _StoredRecord(msgspec.Struct):
+    layers: dict[str, _StoredLayer] = {}
+    doublings: Annotated[int, msgspec.Meta(ge=0)] = 0
 
 
 def recorded(metadata: Mapping[str, Any], record: ExpertRecord) -> dict[str, Any]:
@@ -277,25 +286,3 @@ def recorded(metadata: Mapping[str, Any], record: ExpertRecord) -> dict[str, Any
         **metadata,
         RESERVED_METADATA: {**metadata[RESERVED_METADATA], _MEMBER: record.to_json()},
     }
-
-
-def _numbered(counts: Mapping[str, Any]) -> dict[int, float]:
-    return {int(_text(number)): _amount(count) for number, count in counts.items()}
-
-
-def _text(value: Any) -> str:
-    if not isinstance(value, str):
-        raise TypeError(f"{value!r} is not text")
-    return value
-
-
-def _count(value: Any) -> int:
-    if type(value) is not int or value < 0:
-        raise ValueError(f"{value!r} is not a count")
-    return value
-
-
-def _amount(value: Any) -> float:
-    if type(value) not in (int, float) or not 0 <= value < float("inf"):
-        raise ValueError(f"{value!r} is not a number of tokens")
-    return float(value)

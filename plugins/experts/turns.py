@@ -53,13 +53,11 @@ def _by_expert(
         return
     experts = np.zeros(len(rows), np.int64)
     for first, part in numbered_parts(entry):
-        along = (
-            np.arange(part.grid[units.axis]) * part.chunk[units.axis] + part.box.start[units.axis]
-        )
-        shape = [-1 if d == units.axis else 1 for d in range(len(part.grid))]
-        experts[first : first + part.count] = np.broadcast_to(
-            along.reshape(shape), part.grid
-        ).reshape(-1)
+        axis = units.axis
+        along = np.arange(part.grid[axis]) * part.chunk[axis] + part.box.start[axis]
+        shape = [-1 if d == axis else 1 for d in range(len(part.grid))]
+        of_chunks = np.broadcast_to(along.reshape(shape), part.grid)
+        experts[first : first + part.count] = of_chunks.reshape(-1)
     for number in units.numbers:
         yield number, rows[experts == number]
 

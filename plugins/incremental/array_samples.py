@@ -39,8 +39,8 @@ class ArraySample:
     def fits(self, source: ArraySource) -> bool:
         """Whether it is of an array of this shape and dtype, of which this process holds the same
         boxes."""
-        boxes = tuple(fragment.box for fragment in source.fragments)
-        return (self.shape, self.dtype, self.boxes) == (source.shape, source.dtype, boxes)
+        theirs = source.shape, source.dtype, _boxes(source)
+        return (self.shape, self.dtype, self.boxes) == theirs
 
     def differs(self, values: tuple[Array, ...], rows: Array | None) -> Box | None:
         """A box in which elements differ; None if none do.
@@ -80,6 +80,10 @@ def _gather(fragment: Fragment, dtype: DType, flat: Array) -> Callable[[], Array
     return lambda: values
 
 
+def _boxes(source: ArraySource) -> tuple[Box, ...]:
+    return tuple(fragment.box for fragment in source.fragments)
+
+
 def can_sample(source: ArraySource) -> bool:
     """Whether elements can be had without all of the array."""
     return all(f.sample is not None or not f.memory.on_device for f in source.fragments)
@@ -117,29 +121,19 @@ class Sampler:
 
     def finish(self) -> tuple[dict[str, ArraySample], tuple[str, Box] | None]:
         """The samples for the next save; and the first array that changed, with the box."""
-        drawn = [(name, source, *self._draw(source)) for name, source in self._sources.items()]
+        drawn = list[tuple[str, ArraySource, tuple[Array, ...], Callable[[], tuple[Array, ...]]]]()
+        for name, source in self._sources.items():
+            positions = tuple(self._positions(fragment.box.size) for fragment in source.fragments)
+            drawn.append((name, source, positions, gather(source, positions)))
         changed = None
         for name, before, rows, values in self._compared:
             box = before.differs(values(), rows)
             if box is not None:
                 changed = changed or (name, box)
-        samples = {
-            name: ArraySample(
-                source.shape,
-                source.dtype,
-                tuple(fragment.box for fragment in source.fragments),
-                positions,
-                values(),
-            )
+        return {
+            name: ArraySample(source.shape, source.dtype, _boxes(source), positions, values())
             for name, source, positions, values in drawn
-        }
-        return samples, changed
-
-    def _draw(
-        self, source: ArraySource
-    ) -> tuple[tuple[Array, ...], Callable[[], tuple[Array, ...]]]:
-        positions = tuple(self._positions(fragment.box.size) for fragment in source.fragments)
-        return positions, gather(source, positions)
+        }, changed
 
     def _positions(self, size: int) -> Array:
         if size <= SAMPLED:

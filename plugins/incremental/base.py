@@ -29,6 +29,8 @@ from unickpt.extend import (
     SaveEncoder,
     ScratchMemory,
     Taken,
+    WriteItem,
+    WritingSave,
     chunk_digest,
     common_codec,
     dtype_from_name,
@@ -43,8 +45,8 @@ from unickpt.plugins.incremental.candidates import Candidate, Candidates
 from unickpt.plugins.incremental.chains import KnownChunk, read_parent
 from unickpt.plugins.incremental.growth import Growth
 from unickpt.plugins.incremental.linked_files import LinkedFiles
-from unickpt.plugins.incremental.shares import Chunk, Share, ValueSource
-from unickpt.plugins.incremental.siblings import Siblings
+from unickpt.plugins.incremental.shares import Chunk, ValueSource
+from unickpt.plugins.incremental.siblings import Share, Siblings
 from unickpt.plugins.incremental.spans import Span, Spans
 from unickpt.types import Box
 
@@ -83,25 +85,13 @@ class How:
     encoder: SaveEncoder | None = None
 
 
-def open_base(
-    location: Location,
-    new: Location,
-    folder: Location,
-    compression: str | None,
-    *,
-    how: How,
-    fsync: bool,
-    needed: bool,
-) -> Base | None:
+def open_base(location: Location, save: WritingSave, how: How, *, needed: bool) -> Base | None:
     """Opens the base of a save; None if nothing of it can be referred to, which is logged.
 
     Arguments:
         location: of the base.
-        new: of the new checkpoint.
-        folder: in which this process writes.
-        compression: that of the new checkpoint.
+        save: what is known of it.
         how: what becomes of chunks.
-        fsync: whether linked files are flushed to disk.
         needed: whether the save needs it in any case: what cannot be shared is copied then.
 
     Raises:
@@ -114,26 +104,26 @@ def open_base(
     if how.encoder is not None:
         how.encoder.follow(reader.index)
     files = location.regular_files()
-    is_alike = common_codec(reader.index.compression) == common_codec(compression)
+    is_alike = common_codec(reader.index.compression) == common_codec(save.compression)
     if not is_alike:
         why = "it has another compression"
-    elif files is not None and folder.is_local:
-        links = LinkedFiles(reader, files, folder, fsync=fsync)
+    elif files is not None and save.folder.is_local:
+        links = LinkedFiles(reader, files, save.folder, fsync=save.fsync)
         if links.are_possible():
             return Base(reader, links, how)
         why = "its files cannot be linked, and it is not beside the new checkpoint"
     else:
         why = "it is not beside the new checkpoint"
-    if is_alike and _is_beside(location, new):
+    if is_alike and _is_beside(location, save.location):
         patched = how.patch and not how.chained
         beside = Siblings(reader, chained=patched or how.chained, counted=patched)
         if beside.is_worthwhile():
             return Base(reader, beside, how)
         why = f"less than half of what is in {beside.base.name} is still in use"
     if needed:
-        _log.info("%s: what it takes of %s is copied: %s", new, location, why)
+        _log.info("%s: what it takes of %s is copied: %s", save.location, location, why)
         return Base(reader, None, how)
-    _log.info("%s: nothing of %s is reused: %s", new, location, why)
+    _log.info("%s: nothing of %s is reused: %s", save.location, location, why)
     return None
 
 
@@ -207,32 +197,34 @@ class Base:
             return False
         return self.share.is_older(candidate.places[-1])
 
-    def stored_digest(self, entry: ArrayEntry, part: Part, number: int) -> int | None:
+    def stored_digest(self, item: WriteItem) -> int | None:
         """The digest of a chunk, if the base has one at the same place and of the same kind."""
-        candidate = next(self._candidates.find([(entry, part, number)]))
+        candidate = self._same_chunk(item)
         return None if candidate is None else candidate.digest
 
-    def compare(self, entry: ArrayEntry, part: Part, number: int, chunk: Array) -> Compared:
+    def _same_chunk(self, item: WriteItem) -> Candidate | None:
+        return next(self._candidates.find([(item.entry, item.part, item.number)]))
+
+    def compare(self, item: WriteItem, chunk: Array) -> Compared:
         """Takes a chunk, or what differs little from it, if the base has that; several threads may
         call it.
 
         Arguments:
-            entry, part, number: which chunk.
+            item: the chunk.
             chunk: its elements, or the bytes that its codec stores if that is none of Zarr's.
         """
         digest = chunk_digest(chunk)
-        candidate = self._candidates.get(part, number)
+        candidate = self._candidates.get(item.part, item.number)
         if candidate is None:
             return Compared(digest)
-        if digest == candidate.digest and len(candidate.places or ()) == 1:
-            is_equal = not self._how.compare or self._is_equal(candidate, number, chunk)
-            return Compared(
-                digest, self._take(candidate, candidate.places or ()) if is_equal else ()
-            )
-        if not self.patches(entry) or self._starts_anew:
+        places = candidate.places or ()
+        if digest == candidate.digest and len(places) == 1:
+            is_equal = not self._how.compare or self._is_equal(candidate, chunk)
+            return Compared(digest, self._take(candidate, places) if is_equal else ())
+        if not self.patches(item.entry) or self._starts_anew:
             return Compared(digest)
-        patch, places = self._patch(candidate, number, chunk, digest)
-        references = self._take(candidate, places, patch) if places else ()
+        patch, used = self._patch(candidate, chunk, digest)
+        references = self._take(candidate, used, patch) if used else ()
         return Compared(digest, references, patch if references else None)
 
     def _take(
@@ -251,36 +243,31 @@ class Base:
             patch: what is written beside them.
             rewrites: whether patches may be written again.
         """
-        number = candidate.number
         if self.share is None:
             return ()
-        copied = {}
-        if rewrites:
-            try:
-                for position, place in enumerate(places):
-                    if position and place.unit in self._candidates.sparse:
-                        copied[position] = self._reader.chunk_values.read_value(
-                            candidate.entry, place.value, number
-                        )
-            except UnickptError as error:
-                self._warn(error)
-                return ()
+        entry, number, read = (
+            candidate.entry,
+            candidate.number,
+            self._reader.chunk_values.read_value,
+        )
+        try:
+            copied = {
+                position: read(entry, place.value, number)
+                for position, place in enumerate(places)
+                if rewrites and position and place.unit in self._candidates.sparse
+            }
+        except UnickptError as error:
+            self._warn(error)
+            return ()
         with self._lock:
             references = []
             for position, place in enumerate(places):
-                reference = (
-                    copied[position]
-                    if position in copied
-                    else self._take_of_unit(self.share, place)
-                )
+                reference = copied.get(position) or self._take_of_unit(self.share, place)
                 if reference is None:
                     return ()
                 references.append(reference)
-            self.nbytes += (
-                candidate.elements
-                - len(patch or b"")
-                - sum(len(reference) for reference in references if isinstance(reference, bytes))
-            )
+            rewritten = [patch or b"", *(x for x in references if isinstance(x, bytes))]
+            self.nbytes += candidate.elements - sum(map(len, rewritten))
             return references
 
     def _take_of_unit(self, share: Share, place: ValueSource) -> Taken | None:
@@ -308,10 +295,9 @@ class Base:
                 unit: self._take_of_unit(self.share, place)
                 for unit, (place, _) in spans.last().items()
             }
-            is_taken = np.array(
-                [references.get(unit) is not None for unit in range(len(spans.units))]
-            )
-            self.nbytes += int(spans.elements[is_taken[spans.unit]].sum()) if references else 0
+            is_taken = [references.get(unit) is not None for unit in range(len(spans.units))]
+            if references:
+                self.nbytes += int(spans.elements[np.array(is_taken)[spans.unit]].sum())
         return references
 
     @property
@@ -339,7 +325,7 @@ class Base:
         return self._how.budget_bytes // (_COPIES * max(1, nbytes))
 
     def _patch(
-        self, candidate: Candidate, number: int, chunk: Array, digest: int
+        self, candidate: Candidate, chunk: Array, digest: int
     ) -> tuple[bytes | None, Sequence[ValueSource]]:
         """What differs from an earlier state, if anything does, and the values of that; no values
         if it is too much, or cannot be told."""
@@ -350,9 +336,7 @@ class Base:
         generation = self.growth.saves + 1
         known_chunk = KnownChunk(candidate.digest, digest, generation)
         try:
-            parent = read_parent(
-                self._reader, candidate.entry, candidate.part, number, known_chunk, before
-            )
+            parent = read_parent(self._reader, candidate, known_chunk, before)
         except UnickptError as error:  # it is damaged, and must not be referred to
             self._warn(error)
             return None, ()
@@ -382,13 +366,13 @@ class Base:
         references = self._take(candidate, candidate.places or (), rewrites=False)
         return Compared(candidate.digest, references) if references else None
 
-    def digest(self, entry: ArrayEntry, part: Part, number: int) -> int:
+    def digest(self, item: WriteItem) -> int:
         """The digest of a chunk as the base has it. Raises as `read`."""
-        with self._naming(entry, part, number):
-            digest = self.stored_digest(entry, part, number)
-        return chunk_digest(self.read(entry, part, number)) if digest is None else digest
+        with self._naming(item):
+            digest = self.stored_digest(item)
+        return chunk_digest(self.read(item)) if digest is None else digest
 
-    def read_stored(self, entry: ArrayEntry, part: Part, number: int) -> Array:
+    def read_stored(self, item: WriteItem) -> Array:
         """Reads the bytes that are stored of a chunk whose codec is none of Zarr's: its elements
         would be encoded again, with another loss.
 
@@ -396,28 +380,32 @@ class Base:
             StorageError: the base lacks it, or has it in another form, or it cannot be read, or is
                 damaged.
         """
-        with self._naming(entry, part, number):
-            candidate = next(self._candidates.find([(entry, part, number)]))
+        with self._naming(item):
+            candidate = self._same_chunk(item)
             if candidate is None:
                 raise CheckpointCorrupt(
                     "it is not there in the same chunks, and its codec does not encode elements "
                     "a second time"
                 )
-            data = self._reader.chunk_values.encoded_bytes(candidate.entry, candidate.part, number)
+            data = self._encoded_bytes(candidate)
             if chunk_digest(data) != candidate.digest:
                 raise CheckpointCorrupt("it does not match its digest")
             return data
 
-    def read(self, entry: ArrayEntry, part: Part, number: int) -> Array:
+    def _encoded_bytes(self, candidate: Candidate) -> Array:
+        entry, part, number = candidate.entry, candidate.part, candidate.number
+        return self._reader.chunk_values.encoded_bytes(entry, part, number)
+
+    def read(self, item: WriteItem) -> Array:
         """Reads a chunk of the save from the base, in whatever chunks it has it.
 
         Raises:
             StorageError: the base lacks it, or it cannot be read, or is damaged.
         """
-        box = part.chunk_box(number)
+        entry, box = item.entry, item.box
         theirs = self._reader.index.arrays.get(entry.name)
         out = np.empty(box.shape, dtype_from_name(entry.dtype))
-        with self._naming(entry, part, number):
+        with self._naming(item):
             if theirs is None or (theirs.shape, theirs.dtype) != (entry.shape, entry.dtype):
                 raise CheckpointCorrupt("it is not there")
             for first, stored in numbered_parts(theirs):
@@ -426,12 +414,12 @@ class Base:
         return out
 
     @contextmanager
-    def _naming(self, entry: ArrayEntry, part: Part, number: int) -> Iterator[None]:
+    def _naming(self, item: WriteItem) -> Iterator[None]:
         try:
             yield
         except UnickptError as error:
             raise StorageError(
-                f"array {entry.name!r} {part.chunk_box(number)} of {self._reader.location}, which "
+                f"array {item.entry.name!r} {item.box} of {self._reader.location}, which "
                 f"this save keeps, cannot be read: {error}. {_NEXT}"
             ) from error
 
@@ -458,15 +446,12 @@ class Base:
             inside = common.relative_to(have.start).slices
             out[common.relative_to(box.start).slices] = data[inside]
 
-    def _is_equal(self, candidate: Candidate, number: int, chunk: Array) -> bool:
+    def _is_equal(self, candidate: Candidate, chunk: Array) -> bool:
         try:
             if candidate.entry.codec is not None:
-                stored = self._reader.chunk_values.encoded_bytes(
-                    candidate.entry, candidate.part, number
-                )
-                return np.array_equal(stored, chunk)
+                return np.array_equal(self._encoded_bytes(candidate), chunk)
             out = np.empty(chunk.shape, dtype_from_name(candidate.entry.dtype))
-            self._reader.read([Request(candidate.entry, candidate.part, number, out)])
+            self._reader.read([Request(candidate.entry, candidate.part, candidate.number, out)])
         except UnickptError as error:  # it is damaged, and must not be referred to
             self._warn(error)
             return False

@@ -19,7 +19,8 @@ from unickpt.extend import (
     stored_chunk_bytes,
 )
 from unickpt.plugins.incremental import spans
-from unickpt.plugins.incremental.shares import Chunk, Places, Share, ValueSource
+from unickpt.plugins.incremental.shares import Chunk, Places, ValueSource
+from unickpt.plugins.incremental.siblings import Share
 from unickpt.plugins.incremental.spans import Span, Spans
 
 # Of a data file's bytes, the share that a process must use of it to link it, if what it keeps is
@@ -177,9 +178,8 @@ class Candidates:
         """Withdraws chunks in some units; spans with chunks there are decided chunk by chunk."""
         remaining_spans = together.without(left)
         lost = set(together.which.tolist()) - set(remaining_spans.which.tolist())
-        for candidate in self.find(
-            [chunk for n in sorted(lost) for chunk in requested[n].chunks()]
-        ):
+        chunks = [chunk for n in sorted(lost) for chunk in requested[n].chunks()]
+        for candidate in self.find(chunks):
             if candidate is not None:  # some of its chunks may be elsewhere
                 self._candidates[candidate.part.key, candidate.number] = candidate
         for key, candidate in list(self._candidates.items()):
@@ -207,30 +207,19 @@ class Candidates:
         Raises:
             CheckpointCorrupt, StorageError: the base cannot be read.
         """
-        same = [self._same(entry, part) for entry, part, _ in chunks]
-        pairs = zip(same, chunks, strict=True)
-        base_chunks = [
-            (base_part.entry, base_part.part, number)
-            for base_part, (_, _, number) in pairs
-            if base_part is not None
-        ]
+        same = [(self._same(entry, part), number) for entry, part, number in chunks]
+        base_chunks = [(x.entry, x.part, number) for x, number in same if x is not None]
         places = iter(self._share.find_all(base_chunks) if self._share is not None else ())
-        for base_part, (_, _, number) in zip(same, chunks, strict=True):
+        for base_part, number in same:
             if base_part is None:
                 yield None
                 continue
             chunk_places = next(places, None)
             if chunk_places is not None and len(chunk_places) > 1 and not self._patches:
                 chunk_places = None  # it is written whole again
-            digest = int(base_part.digests[number])
-            yield Candidate(
-                base_part.entry,
-                base_part.part,
-                number,
-                digest,
-                base_part.bytes_of(number),
-                chunk_places,
-            )
+            digest, nbytes = int(base_part.digests[number]), base_part.bytes_of(number)
+            entry, part = base_part.entry, base_part.part
+            yield Candidate(entry, part, number, digest, nbytes, chunk_places)
 
     def _same_span(self, span: Span) -> spans.EqualSpan | None:
         same = self._same(span.entry, span.part)
@@ -247,24 +236,16 @@ class Candidates:
         theirs = self._reader.index.arrays.get(entry.name)
         if theirs is None or (theirs.shape, theirs.dtype) != (entry.shape, entry.dtype):
             return None
-        is_undecided = self._encoder is not None and self._encoder.is_undecided(entry)
-        if not _has_bytes_of(theirs, entry, is_undecided):
+        # The stored bytes must be those of the save: encoded alike, or not encoded.
+        if self._encoder is not None and self._encoder.is_undecided(entry):
+            if theirs.encoding not in ((), entry.encoding):
+                return None
+        elif (theirs.encoding or None) != (entry.encoding or None):
             return None
         if entry.name not in self._numbered:
-            numbered = numbered_parts(theirs)
-            self._numbered[entry.name] = {
-                base_part.key: (first, base_part) for first, base_part in numbered
-            }
+            self._numbered[entry.name] = {x.key: (first, x) for first, x in numbered_parts(theirs)}
         first, base_part = self._numbered[entry.name].get(part.key, (0, None))
         if base_part != part:
             return None
         digests = self._reader.digests_of(entry.name)["digest"][first : first + part.count]
         return _EqualChunks(theirs, part, digests)
-
-
-def _has_bytes_of(theirs: ArrayEntry, entry: ArrayEntry, is_undecided: bool) -> bool:
-    """Whether the stored bytes of an array can be those of an array of a save: encoded alike, or
-    not at all if that was chosen; then the array of the save is not, either."""
-    if is_undecided:
-        return theirs.encoding in ((), entry.encoding)
-    return (theirs.encoding or None) == (entry.encoding or None)

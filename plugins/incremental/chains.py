@@ -15,16 +15,15 @@ from dataclasses import dataclass
 
 from unickpt.extend import (
     Array,
-    ArrayEntry,
     Damaged,
     Failed,
     NotDecodable,
     OcdbtReader,
-    Part,
     chunk_digest,
     read_full_chunk,
 )
 from unickpt.plugins.incremental import patches
+from unickpt.plugins.incremental.candidates import Candidate
 from unickpt.plugins.incremental.patches import PatchedState
 
 
@@ -68,14 +67,7 @@ class KnownChunk:
     generation: int
 
 
-def read_parent(
-    reader: OcdbtReader,
-    entry: ArrayEntry,
-    part: Part,
-    number: int,
-    chunk: KnownChunk,
-    out: Array,
-) -> Parent:
+def read_parent(reader: OcdbtReader, candidate: Candidate, chunk: KnownChunk, out: Array) -> Parent:
     """Reads the state of a chunk to which its next patch refers.
 
     Arguments:
@@ -88,13 +80,12 @@ def read_parent(
         CheckpointCorrupt: that state does not match its digest, or cannot be read.
         StorageError: the storage failed.
     """
+    entry, part, number = candidate.entry, candidate.part, candidate.number
     values, target = reader.chunk_values, parent_generation(chunk.generation)
     chain = values.of(entry, part, number)
     try:
         stored_patches = values.additions(entry, part, number, chain)
-        states = [
-            patches.state_of(patch) for patch in stored_patches
-        ]  # each: of the state before it
+        states = list(map(patches.state_of, stored_patches))  # each: of the state before it
         on_the_way = (is_on_the_way(state.generation, target) for state in states)
         used = sum(1 for _ in itertools.takewhile(bool, on_the_way))
         # A patch says what it refers to.

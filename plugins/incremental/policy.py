@@ -9,7 +9,6 @@ from typing import Any
 
 from unickpt.errors import CheckpointCorrupt, CheckpointNotFound, StorageError, UnsupportedFormat
 from unickpt.extend import (
-    Adapter,
     DescribedSave,
     PathLike,
     ReferencePolicy,
@@ -79,12 +78,8 @@ class Incremental(ReferencePolicy):
         base = None
         for path in [checkpoint.path for checkpoint in earlier] or base_paths:
             try:
-                base = open_base(
-                    *(resolve_path(path), save.location, save.folder, save.compression),
-                    how=how,
-                    fsync=save.fsync,
-                    needed=bool(earlier) or skipped is not None,
-                )
+                needed = bool(earlier) or skipped is not None
+                base = open_base(resolve_path(path), save, how, needed=needed)
             except (CheckpointCorrupt, CheckpointNotFound, UnsupportedFormat, StorageError) as e:
                 if type(e) is CheckpointNotFound and save.is_given:
                     raise
@@ -122,13 +117,11 @@ class Incremental(ReferencePolicy):
 
 def _tokens(values: Mapping[str, Any], names: Sequence[str]) -> dict[str, object]:
     """The tokens of arrays, by name."""
-    among, by_adapter = adapters(), dict[int, tuple[Adapter, list[str]]]()
-    for name in names:
-        adapter = adapter_of(values[name], among)
-        assert adapter is not None, "it has described the array"
-        by_adapter.setdefault(id(adapter), (adapter, []))[1].append(name)
-    tokens = dict[str, object]()
-    for adapter, together in by_adapter.values():
-        of_them = adapter.tokens([values[name] for name in together])
-        tokens |= zip(together, of_them, strict=True)
+    among, tokens = adapters(), dict[str, object]()
+    adapter_by_name = {name: adapter_of(values[name], among) for name in names}
+    for adapter in among:
+        together = [name for name in names if adapter_by_name[name] is adapter]
+        if together:
+            of_them = adapter.tokens([values[name] for name in together])
+            tokens |= zip(together, of_them, strict=True)
     return tokens

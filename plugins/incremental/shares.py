@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import Protocol
 
-from unickpt.extend import ArrayEntry, BaseEntry, ChunkValue, DataReference, Part, Taken
+from unickpt.extend import ArrayEntry, BaseEntry, ChunkValue, DataReference, Part
 
 
 @dataclass(frozen=True)
@@ -43,34 +42,3 @@ Chunk = tuple[ArrayEntry, Part, int]
 """The array, the part, and the chunk's number in it."""
 Places = tuple[ValueSource, ...]
 """Of a whole chunk, or of the full chunk and the patches of a patched one."""
-
-
-class Share(Protocol):
-    """How a checkpoint refers to chunks of its base. What stays alive for them, a *unit*, stays as
-    a whole."""
-
-    def find_all(self, chunks: Sequence[Chunk]) -> Sequence[Places | None]:
-        """Where each of some chunks of the base is; None if it cannot be referred to."""
-
-    def lender(
-        self, entry: ArrayEntry, part: Part, numbers: range
-    ) -> tuple[ChunkValue, BaseEntry | None] | None:
-        """The one checkpoint that has chunks of the base that follow each other, whole, as what
-        they are there; and its name, as the new one will name it. None if there is none."""
-
-    def unit_bytes(self, place: ValueSource) -> int:
-        """How many bytes stay alive for a value, with all others of its unit.
-
-        Raises:
-            Failed: it is gone.
-        """
-
-    def check_end(self, entry: ArrayEntry, place: ValueSource, number: int) -> None:
-        """Checks that the last byte of a value of a chunk is there. Raises as `unit_bytes`, or
-        CheckpointCorrupt, StorageError."""
-
-    def is_older(self, place: ValueSource) -> bool:
-        """Whether the base itself took a value from an earlier checkpoint."""
-
-    def take(self, place: ValueSource) -> Taken | None:
-        """Refers to a value; None if the chunk has to be written after all."""

@@ -22,6 +22,7 @@ from unickpt.extend import (
     base_name,
     written_in_data_file,
 )
+from unickpt.plugins.incremental.linked_files import LinkedFiles
 from unickpt.plugins.incremental.shares import Chunk, Places, ValueSource
 
 
@@ -34,9 +35,7 @@ class Siblings:
         counted: whether what is kept of them is, by their files.
     """
 
-    def __init__(
-        self, reader: OcdbtReader, *, chained: bool = False, counted: bool = False
-    ) -> None:
+    def __init__(self, reader: OcdbtReader, *, chained: bool, counted: bool) -> None:
         self._reader, self._chained, self._counted = reader, chained, counted
         self._reader_entry = BaseEntry(base_name(reader.location), reader.manifest_digest)
         self.base = reader.index.bases[0] if reader.index.bases else self._reader_entry
@@ -63,10 +62,7 @@ class Siblings:
             location = self._reader.chunk_values.place(entry, value, number)
             if location is None:
                 return None
-            owner = (
-                self._reader_entry if value.base is None else self._reader.index.bases[value.base]
-            )
-            places.append(ValueSource(value, location, owner))
+            places.append(ValueSource(value, location, self._owner(value)))
         if not self._chained and (len(places) > 1 or places[0].of != self.base):
             return None
         return tuple(places)
@@ -82,8 +78,11 @@ class Siblings:
             if len(lent) not in (0, len(numbers)) or (lent["base"] != lent["base"][:1]).any():
                 return None
         (value,) = self._reader.chunk_values.of(entry, part, numbers.start)  # the same for all
-        owner = self._reader_entry if value.base is None else self._reader.index.bases[value.base]
+        owner = self._owner(value)
         return None if not self._chained and owner != self.base else (value, owner)
+
+    def _owner(self, value: ChunkValue) -> BaseEntry:
+        return self._reader_entry if value.base is None else self._reader.index.bases[value.base]
 
     def unit_bytes(self, place: ValueSource) -> int:
         """The size of the data file, if its name says it; else at least the value's end. If it is
@@ -104,3 +103,9 @@ class Siblings:
     def take(self, place: ValueSource) -> BaseEntry | None:
         """Borrows a value."""
         return place.of
+
+
+Share = LinkedFiles | Siblings
+"""How a checkpoint refers to chunks of its base. What stays alive for them, a *unit*, stays as a
+whole. Both find where chunks are, say who has all of a run of chunks, how large a unit is and
+whether its last value is there, and refer to values."""

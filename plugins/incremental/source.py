@@ -67,12 +67,10 @@ class BaseChunks(ReferenceSource):
 
     def compare(self, item: WriteItem, data: Array) -> Compared:
         """Takes a chunk that is as in the base, or differs little; see `ReferenceSource`."""
-        entry, part, number = item.entry, item.part, item.number
-        compared = self._base.compare(entry, part, number, data)
-        unchanged = self._unchanged
-        if unchanged is not None and unchanged.claims(entry.name, item.box):
-            before = self._base.stored_digest(entry, part, number)
-            unchanged.check(entry.name, item.box, before, compared.digest)
+        compared, unchanged = self._base.compare(item, data), self._unchanged
+        if unchanged is not None and unchanged.claims(item.entry.name, item.box):
+            before = self._base.stored_digest(item)
+            unchanged.check(item.entry.name, item.box, before, compared.digest)
         return compared
 
     def most_at_once(self, items: Sequence[WriteItem]) -> int | None:
@@ -82,12 +80,12 @@ class BaseChunks(ReferenceSource):
 
     def read(self, item: WriteItem) -> Array:
         """A chunk of the base, to be written again."""
-        read = self._base.read if item.entry.codec is None else self._base.read_stored
-        return read(item.entry, item.part, item.number)
+        is_plain = item.entry.codec is None
+        return self._base.read(item) if is_plain else self._base.read_stored(item)
 
     def digest(self, item: WriteItem) -> int:
         """The digest of a chunk as the base has it."""
-        return self._base.digest(item.entry, item.part, item.number)
+        return self._base.digest(item)
 
     def _is_unlikely(self, item: WriteItem) -> tuple[Any, bool]:
         """Chunks that are probably written come first: the disk works on them while the CPUs hash

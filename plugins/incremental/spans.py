@@ -22,7 +22,8 @@ from unickpt.extend import (
     Part,
     chunk_keys,
 )
-from unickpt.plugins.incremental.shares import Chunk, Share, ValueSource
+from unickpt.plugins.incremental.shares import Chunk, ValueSource
+from unickpt.plugins.incremental.siblings import Share
 
 Column = np.ndarray[Any, Any]
 _NOWHERE = -1
@@ -160,10 +161,8 @@ def find(
         CheckpointCorrupt, StorageError: the base cannot be read.
     """
     values: list[ChunkValue | None] = [None] * len(spans)
-    matches, lenders = (
-        dict[int, EqualSpan](),
-        dict[ChunkStore, tuple[BaseEntry | None, list[int]]](),
-    )
+    matches = dict[int, EqualSpan]()
+    lenders = dict[ChunkStore, tuple[BaseEntry | None, list[int]]]()
     for number, span in enumerate(spans):
         match = None if share is None else same(span)
         lender = match and share and share.lender(match.entry, span.part, span.numbers)

@@ -199,7 +199,9 @@ class _RuleWriter:
                 continue
             names = draft.names(is_left=True)
             try:
-                rules.append(written(draft, min(map(numbers.__getitem__, names)), self._dtype_of(draft)))
+                rules.append(
+                    written(draft, min(map(numbers.__getitem__, names)), self._dtype_of(draft))
+                )
             except Irregular as error:
                 self._refuse(draft.names(is_left=False), str(error))
                 continue

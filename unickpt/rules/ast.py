@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from unickpt.errors import RuleSyntaxError
@@ -212,11 +213,22 @@ Term = tuple[ArrayExpr, ...]
 Side = tuple[Term, ...] | Nothing
 
 
-def side_text(side: Side) -> str:
-    """A side as it is written."""
-    if isinstance(side, Nothing):
-        return str(side)
-    return ", ".join(" = ".join(map(str, term)) for term in side)
+def rule_text(
+    left: Nothing | Iterable[Iterable[object]],
+    right: Nothing | Iterable[Iterable[object]],
+    optional: bool,
+    default: bool,
+    function: str | None,
+) -> str:
+    """A rule as it is written, without its sizes."""
+    keyword = "default " if default else "optional " * optional
+    sides = (
+        str(side)
+        if isinstance(side, Nothing)
+        else ", ".join(" = ".join(map(str, term)) for term in side)
+        for side in (left, right)
+    )
+    return keyword + " <-> ".join(sides) + ("" if function is None else f" via {function}")
 
 
 @dataclass(frozen=True)

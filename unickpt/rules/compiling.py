@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from unickpt.rules import axes
 from unickpt.rules.ast import (
@@ -13,13 +13,12 @@ from unickpt.rules.ast import (
     AxisItem,
     Enumeration,
     Linear,
-    Name,
     NameCapture,
     Nothing,
     RuleLine,
     Side,
     Text,
-    side_text,
+    rule_text,
     syntax_error,
 )
 from unickpt.rules.functions import Function
@@ -91,11 +90,19 @@ def compile_rule(
     numbers = _number_axes(written, rule_sizes)
     renamed = _paired_choices(line.left, line.right, written)
     options = _options_of(written)
-    left = _compile_side(line.left, "l", numbers, renamed, options)
-    right = _compile_side(line.right, "r", numbers, renamed, options)
+
+    def capture(item: str | NameCapture) -> str | NameCapture:
+        match item:
+            case Linear() if item.lone is not None and item.lone not in numbers:
+                return Text(item.lone, options=options.get(item.lone, ()))
+            case Enumeration(axis, names, named):
+                return Enumeration(renamed.get(axis, axis), names, named)
+        return item
+
+    left, right = _compile_side(line.left, "l", capture), _compile_side(line.right, "r", capture)
     rule = Rule(
         position=line.position,
-        text=_text(line),
+        text=rule_text(line.left, line.right, line.optional, line.default, line.function),
         left=left,
         right=right,
         sizes={
@@ -115,13 +122,6 @@ def compile_rule(
     else:
         _check_function(rule)
     return rule
-
-
-def _text(line: RuleLine) -> str:
-    """A rule as it is written, without its sizes."""
-    keyword = "default " if line.default else "optional " * line.optional
-    function = "" if line.function is None else f" via {line.function}"
-    return f"{keyword}{side_text(line.left)} <-> {side_text(line.right)}{function}"
 
 
 def _number_axes(exprs: Iterable[ArrayExpr], sizes: Mapping[str, int]) -> frozenset[str]:
@@ -171,11 +171,7 @@ def _options_of(exprs: Iterable[ArrayExpr]) -> dict[str, Options]:
 
 
 def _compile_side(
-    side: Side,
-    tag: str,
-    numbers: frozenset[str],
-    renamed: Mapping[str, str],
-    options: Mapping[str, Options],
+    side: Side, tag: str, capture: Callable[[str | NameCapture], str | NameCapture]
 ) -> Terms | Nothing:
     if isinstance(side, Nothing):
         return side
@@ -183,34 +179,18 @@ def _compile_side(
     for t, term in enumerate(side):
         exprs = []
         for v, expr in enumerate(term):
-            name = Name(
-                tuple(_compile_capture(i, numbers, renamed, options) for i in expr.name.items),
-                expr.name.position,
-            )
+            name = replace(expr.name, items=tuple(map(capture, expr.name.items)))
             pattern = Pattern(name)
             pattern.check()
             written = (Axis(ELLIPSIS, name.position),) if expr.items is None else expr.items
             prefix = f"{tag}{t}.{v}."
             items = axes.name_pads(written, prefix)
             _check_expr(pattern, items)
+            if any(op in "*/" and operand.value == 0 for op, operand in expr.arithmetic):
+                raise syntax_error("multiplication by 0 cannot be undone", name.position)
             exprs.append(CompiledExpr(pattern, items, expr.arithmetic, "value", expr.dtype, prefix))
-            _check_arithmetic(exprs[-1])
         terms.append(tuple(exprs))
     return tuple(terms)
-
-
-def _compile_capture(
-    item: str | NameCapture,
-    numbers: frozenset[str],
-    renamed: Mapping[str, str],
-    options: Mapping[str, Options],
-) -> str | NameCapture:
-    match item:
-        case Linear() if item.lone is not None and item.lone not in numbers:
-            return Text(item.lone, options=options.get(item.lone, ()))
-        case Enumeration(axis, names, named):
-            return Enumeration(renamed.get(axis, axis), names, named)
-    return item
 
 
 def _check_expr(pattern: Pattern, items: tuple[AxisItem, ...]) -> None:
@@ -229,12 +209,6 @@ def _check_expr(pattern: Pattern, items: tuple[AxisItem, ...]) -> None:
                 where = "in the name and in the axes" if axis.name in pattern.axes else "twice"
                 raise syntax_error(f"axis {axis.name!r} is used {where}", axis.position)
             before.add(axis.name)
-
-
-def _check_arithmetic(expr: CompiledExpr) -> None:
-    for op, operand in expr.arithmetic:
-        if op in "*/" and operand.value == 0:
-            raise syntax_error("multiplication by 0 cannot be undone", expr.position)
 
 
 def _check_sizes(rule: Rule, rule_sizes: Mapping[str, int]) -> None:
@@ -260,7 +234,7 @@ def _check_sides(rule: Rule) -> None:
             if axes.has_pad(expr.items):
                 raise syntax_error("padding (`_`) needs an array on the other side", expr.position)
         return
-    left, right = (_texts(side) for side in sides)
+    texts = {key for expr in rule.exprs for key in expr.pattern.texts}
     paths: dict[str, bool] = {}
     for expr in rule.exprs:
         for item in expr.pattern.name.items:
@@ -270,7 +244,7 @@ def _check_sides(rule: Rule) -> None:
                     "another; write `...` in both, or in none",
                     expr.position,
                 )
-        missing = (left | right) - expr.pattern.texts
+        missing = texts - expr.pattern.texts
         if missing & {choice.axis for choice in expr.pattern.choices}:
             raise syntax_error(
                 f"{min(missing)!r} is an enumeration, which numbers arrays: write it in the other "
@@ -315,10 +289,6 @@ def _check_function(rule: Rule) -> None:
             )
     if len(exprs_of(rule.right)) > 1:
         raise syntax_error("a function makes one array", exprs_of(rule.right)[1].position)
-
-
-def _texts(side: Terms) -> frozenset[str]:
-    return frozenset(key for expr in exprs_of(side) for key in expr.pattern.texts)
 
 
 def _blocks(side: Terms) -> dict[frozenset[str], CompiledExpr]:

@@ -206,13 +206,21 @@ def families(rule: Rule, have: LeafNames, want: LeafNames | None) -> list[Family
 
 def _paired(rule: Rule, expr: CompiledExpr, match: Match) -> dict[str, int] | None:
     """The indices of the axes that pair arrays; None where no index makes the numbers."""
+    indices = _indices(expr, match, rule.sizes)
+    if indices is None:
+        return None
+    return {axis: index for axis, index in indices.items() if axis in rule.pairing}
+
+
+def _indices(expr: CompiledExpr, match: Match, sizes: Mapping[str, int]) -> dict[str, int] | None:
+    """The indices of all axes in a name; None where none in the sizes make its numbers."""
     indices = dict(match.chosen)
     for linear, number in zip(expr.pattern.linears, match.numbers, strict=True):
-        solved = solve_linear(linear, number, rule.sizes)
+        solved = solve_linear(linear, number, sizes)
         if solved is None:
             return None
         indices |= solved
-    return {axis: index for axis, index in indices.items() if axis in rule.pairing}
+    return indices
 
 
 def resolve(family: Family, have: LeafNames, want: LeafNames | None, *, partly: bool) -> None:
@@ -337,17 +345,10 @@ def _rank_text(expr: CompiledExpr, fact: Fact, name: str) -> str:
 
 def _within(matched: _Matched, sizes: Mapping[str, int]) -> list[tuple[str, Match, dict[str, int]]]:
     """The arrays whose indices lie within the sizes, with these."""
-    inside = []
-    for name, match in matched.arrays:
-        index = dict(match.chosen)
-        for linear, number in zip(matched.expr.pattern.linears, match.numbers, strict=True):
-            solved = solve_linear(linear, number, sizes)
-            if solved is None:
-                break
-            index |= solved
-        else:
-            inside.append((name, match, index))
-    return inside
+    indexed = (
+        (name, match, _indices(matched.expr, match, sizes)) for name, match in matched.arrays
+    )
+    return [(name, match, index) for name, match, index in indexed if index is not None]
 
 
 def _solve(family: Family, matched: Sequence[_Matched]) -> None:
@@ -356,9 +357,8 @@ def _solve(family: Family, matched: Sequence[_Matched]) -> None:
     for expr_matches in matched:
         for name, _ in expr_matches.arrays:
             fact = expr_matches.names.facts[name]
-            equations.setdefault(
-                (expr_matches.expr.tag, fact.shape), (expr_matches.expr, name, fact)
-            )
+            expr = expr_matches.expr
+            equations.setdefault((expr.tag, fact.shape), (expr, name, fact))
     for expr, name, fact in equations.values():
         if len(family.items(expr)) != len(fact.shape):
             raise Misshapen(_rank_text(expr, fact, name), expr)

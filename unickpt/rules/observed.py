@@ -55,15 +55,16 @@ class ObservedReport:
         ):
             if names:
                 lines.append(f"{counted(len(names), 'array')} {what}")
-                lines += [f"  {name!r}" for name in names[:10]]
-                lines += [f"  and {len(names) - 10} more"] if len(names) > 10 else []
+                lines += _first(10, [f"  {name!r}" for name in names])
         if self.refused:
             lines.append(f"{counted(len(self.refused), 'array')} that no rule can make:")
-            shown = list(self.refused.items())[:10]
-            lines += [f"  {name!r}: {why}" for name, why in shown]
-            more = len(self.refused) - len(shown)
-            lines += [f"  and {more} more"] if more else []
+            lines += _first(10, [f"  {name!r}: {why}" for name, why in self.refused.items()])
         return "\n".join(lines)
+
+
+def _first(most: int, lines: list[str]) -> list[str]:
+    """The first of some lines, and how many more there are."""
+    return [*lines[:most], *([f"  and {len(lines) - most} more"] if len(lines) > most else [])]
 
 
 @dataclass(frozen=True)
@@ -89,9 +90,8 @@ class RulesCheck:
         if not self.differences:
             return f"{what} are what the rules make"
         lines = [f"{counted(len(self.differences), 'array')} not as the rules make it ({what}):"]
-        lines += [f"  {name!r}: {why}" for name, why in list(self.differences.items())[:20]]
-        more = len(self.differences) - 20
-        return "\n".join(lines + ([f"  and {more} more"] if more > 0 else []))
+        lines += _first(20, [f"  {name!r}: {why}" for name, why in self.differences.items()])
+        return "\n".join(lines)
 
 
 @dataclass(frozen=True)

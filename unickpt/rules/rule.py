@@ -16,6 +16,7 @@ from unickpt.rules.ast import (
     Nothing,
     Operand,
     SourcePosition,
+    rule_text,
 )
 from unickpt.rules.name_patterns import Pattern
 
@@ -157,17 +158,10 @@ class Rule:
     @property
     def written(self) -> str:
         """The rule in the notation, in this direction."""
-        sides = (
-            str(side)
-            if isinstance(side, Nothing)
-            else ", ".join(" = ".join(map(str, term)) for term in side)
-            for side in (self.left, self.right)
-        )
+        text = rule_text(self.left, self.right, self.optional, self.default, self.function)
         sizes = "".join(f"  {axis}={size}" for axis, size in self.sizes.items())
         sizes += "".join(f"  {axis}={size}?" for axis, size in self.usual.items())
-        function = "" if self.function is None else f" via {self.function}"
-        keyword = "default " if self.default else "optional " * self.optional
-        return keyword + " <-> ".join(sides) + function + sizes
+        return text + sizes
 
     @property
     def statement(self) -> tuple[SourcePosition, str]:

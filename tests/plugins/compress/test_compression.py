@@ -372,10 +372,10 @@ def test_what_a_process_cannot_know_of_the_base_is_stored_raw(
     assert chosen(tmp_path / "a") == {"w": "raw", "all": "blosc"}
     real = reuse_base.open_base
 
-    def failing(location: Any, new: Any, folder: Any, *rest: Any, **more: Any) -> Any:
-        if folder.url.rstrip("/").endswith("00001"):
+    def failing(location: Any, save: Any, *rest: Any, **more: Any) -> Any:
+        if save.folder.url.rstrip("/").endswith("00001"):
             raise CheckpointCorrupt("not on this node")
-        return real(location, new, folder, *rest, **more)
+        return real(location, save, *rest, **more)
 
     monkeypatch.setattr(policy, "open_base", failing)
     tree = halves(same_noise, noise(HALF, 100) % 3)
