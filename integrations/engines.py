@@ -4,6 +4,7 @@ trainer's own. Nothing of DeepSpeed's integration is imported before there is an
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from unickpt import Checkpoint
@@ -14,6 +15,7 @@ ENGINE = "deepspeed"
 """What the metadata of a checkpoint has if an engine's state is in it."""
 
 
+@dataclass(frozen=True, eq=False)
 class EngineTree(SavedOnly):
     """What a trainer saves: the state of its engine, under the names of `use_unickpt`, and what the
     trainer has besides. Made within the save, so that it fails on all ranks if it does on one.
@@ -24,21 +26,16 @@ class EngineTree(SavedOnly):
         exclude_frozen_parameters: whether to leave out parameters that are not trained.
     """
 
-    def __init__(
-        self,
-        engine: Any,
-        extra_state: Callable[[], Mapping[str, Any]],
-        *,
-        exclude_frozen_parameters: bool = False,
-    ) -> None:
-        self._engine, self._extra_state = engine, extra_state
-        self._excludes = exclude_frozen_parameters
+    engine: Any
+    extra_state: Callable[[], Mapping[str, Any]]
+    exclude_frozen_parameters: bool = False
 
     def state_dict(self) -> dict[str, Any]:
         from unickpt.integrations.deepspeed import checkpoints_of
 
-        state = checkpoints_of(self._engine).tree(exclude_frozen_parameters=self._excludes)
-        return {**state, **self._extra_state()}
+        excludes = self.exclude_frozen_parameters
+        state = checkpoints_of(self.engine).tree(exclude_frozen_parameters=excludes)
+        return {**state, **self.extra_state()}
 
 
 def metadata_of(engine: Any, excludes_frozen: bool) -> dict[str, Any]:

@@ -304,10 +304,8 @@ class StepsFolder:
             except FileNotFoundError:
                 return []
             names = [entry.rstrip("/").rpartition("/")[2] for entry in listed]
-            numbers = [int(m[1]) for m in map(_STEP.fullmatch, names) if m]
-            return sorted(
-                step for step in numbers if self._fs.isfile(f"{self._at(step)}/{MANIFEST}")
-            )
+            steps = sorted(int(m[1]) for m in map(_STEP.fullmatch, names) if m)
+            return [step for step in steps if self._fs.isfile(f"{self._at(step)}/{MANIFEST}")]
 
     def put(self, step: int, source: StepFolder) -> bool:
         """Copies a step of local files, unless it is there.
@@ -327,9 +325,8 @@ class StepsFolder:
         if version is None:
             return False
         if not version.attempt:
-            raise errors.CheckpointCorrupt(
-                f"{source.path(step)}: its manifest is damaged; not copied"
-            )
+            where = source.path(step)
+            raise errors.CheckpointCorrupt(f"{where}: its manifest is damaged; not copied")
         with self._doing(f"copy step {step}"):
             if self._manifest(step) == version.manifest:
                 return True
@@ -413,12 +410,8 @@ class StepsFolder:
         if not unickpt.verify(source).ok:
             raise errors.CheckpointCorrupt(f"{source} is damaged; not copied to {self.url}")
         top = source / "processes" / attempt
-        local = [
-            p
-            for p in top.rglob("*")
-            if p.is_file() and p.relative_to(top).parts[0] not in _MESSAGES
-        ]
-        names = {path.relative_to(source).as_posix(): path for path in local}
+        local = (path for path in top.rglob("*") if path.relative_to(top).parts[0] not in _MESSAGES)
+        names = {path.relative_to(source).as_posix(): path for path in local if path.is_file()}
         for folder in sorted({name.rpartition("/")[0] for name in names}):
             self._fs.makedirs(f"{self._at(step)}/{folder}", exist_ok=True)
 
@@ -436,9 +429,8 @@ class StepsFolder:
             while True:
                 block = ours.read(_BLOCK)
                 if theirs.read(_BLOCK) != block:
-                    raise errors.StorageError(
-                        f"{remote_path} differs from {local} when it is read back"
-                    )
+                    what = f"{remote_path} differs from {local} when it is read back"
+                    raise errors.StorageError(what)
                 if not block:
                     return
 

@@ -47,11 +47,8 @@ def figures(report: SaveReport) -> dict[str, float]:
         >>> figures(report)["phase/write"]
         0.25
     """
-    values = {
-        field.name: getattr(report, field.name)
-        for field in fields(report)
-        if field.name != "process"
-    }
+    values = {field.name: getattr(report, field.name) for field in fields(report)}
+    del values["process"]
     numbers = {name: value for name, value in values.items() if isinstance(value, int | float)}
     phases = {f"phase/{name}": seconds for name, seconds in report.phases.items()}
     return {**numbers, "gb_per_s": report.gb_per_s, **phases}

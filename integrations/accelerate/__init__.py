@@ -23,11 +23,7 @@ from torch.utils.data import RandomSampler
 import unickpt
 from unickpt import Checkpoint, PerProcess, SaveOptions
 from unickpt.errors import LoadMismatch
-from unickpt.extend import (
-    NamedOptimizer,
-    PathLike,
-    reading_checkpoint,
-)
+from unickpt.extend import NamedOptimizer, PathLike, reading_checkpoint
 from unickpt.integrations import rng
 from unickpt.integrations.accelerate.naming import (
     Excess,
@@ -207,9 +203,8 @@ def _load(accelerator: Accelerator, path: PathLike, strict: bool) -> None:
 
 def _state(accelerator: Accelerator) -> dict[str, Any]:
     """What is loaded in place."""
-    registered = {
-        str(n): obj for n, obj in enumerate(accelerator._custom_objects) if _is_own_kind(obj)
-    }
+    objects = enumerate(accelerator._custom_objects)
+    registered = {str(number): obj for number, obj in objects if _is_own_kind(obj)}
     scaler = accelerator.scaler
     state: dict[str, Any] = {"registered": registered} if registered else {}
     if accelerator.distributed_type is DistributedType.DEEPSPEED:
@@ -414,7 +409,5 @@ def _own_schedulers(accelerator: Accelerator) -> list[Any]:
     """Those that the engine does not have itself."""
     from accelerate.utils import DeepSpeedSchedulerWrapper
 
-    every = accelerator._schedulers
-    return [
-        scheduler for scheduler in every if not isinstance(scheduler, DeepSpeedSchedulerWrapper)
-    ]
+    schedulers = accelerator._schedulers
+    return [x for x in schedulers if not isinstance(x, DeepSpeedSchedulerWrapper)]

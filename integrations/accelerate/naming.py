@@ -50,8 +50,7 @@ def next_path(accelerator: Accelerator, output_dir: PathLike | None) -> PathLike
     folder, iteration = _folder(accelerator), accelerator.save_iteration
     path = os.path.join(folder, f"{_PREFIX}{iteration}")
     names = _names(accelerator, folder) if accelerator.is_main_process else ()
-    exists = broadcast(iteration in names)
-    if exists:
+    if broadcast(iteration in names):
         raise CheckpointExists(
             f"{path} exists: resume from it with load_state(accelerator), or set "
             "accelerator.project_configuration.iteration"
@@ -69,8 +68,7 @@ def find_checkpoint(
         raise ValueError("input_dir= is missing: say what to load")
     folder = _folder(accelerator)
     is_main = accelerator.is_main_process
-    newest = max(_names(accelerator, folder), default=None) if is_main else None
-    newest = broadcast(newest)
+    newest = broadcast(max(_names(accelerator, folder), default=None) if is_main else None)
     if newest is None:
         raise CheckpointNotFound(f"{folder} has no checkpoint")
     return os.path.join(folder, f"{_PREFIX}{newest}"), newest

@@ -73,7 +73,7 @@ __all__ = [
 
 T = TypeVar("T", StorageReader, StorageWriter)
 Options = TypeVar("Options", SaveOptions, LoadOptions)
-_TO_SAVE = "storage_writer", "where to save"
+_TO_SAVE, _TO_LOAD = ("storage_writer", "where to save"), ("storage_reader", "what to load")
 
 
 # They save and load by themselves.
@@ -142,9 +142,8 @@ def save(
     options = _together(writer.options, process_group, no_dist)
     state, overwrite = to_save(state_dict), writer.overwrite
     target = destination(writer.checkpoint_id, overwrite=overwrite)
-    return target.save(
-        state, overwrite=overwrite, metadata=replaced_metadata(target), options=options
-    )
+    metadata = replaced_metadata(target)
+    return target.save(state, overwrite=overwrite, metadata=metadata, options=options)
 
 
 def async_save(
@@ -229,9 +228,7 @@ def load(
         ValueError, TypeError: an argument cannot be honoured; names it.
         UnickptError: as `unickpt.load`; on all ranks, if one fails.
     """
-    reader = _storage(
-        StorageReader, checkpoint_id, storage_reader, "storage_reader", "what to load"
-    )
+    reader = _storage(StorageReader, checkpoint_id, storage_reader, *_TO_LOAD)
     partial = _allows_partial(planner)
     options = _together(reader.options, process_group, no_dist)
 

@@ -136,10 +136,8 @@ class StorageWriter(_AtPath, storage.StorageWriter):
         group = ProcessGroup(rank.index, rank.count, rank.session)
         state = PlannedState(plan, planner)
         target = destination(self.checkpoint_id, overwrite=self.overwrite)
-        options = replace(self.options, group=group)
-        target.save(
-            state, overwrite=self.overwrite, metadata=replaced_metadata(target), options=options
-        )
+        options, metadata = replace(self.options, group=group), replaced_metadata(target)
+        target.save(state, overwrite=self.overwrite, metadata=metadata, options=options)
         return _done(state.results())
 
     def finish(self, metadata: torch_metadata.Metadata, results: list[list[WriteResult]]) -> None:
@@ -264,9 +262,8 @@ class StorageReader(_AtPath, storage.StorageReader):
                 continue  # a value for each process, or a dtype that torch lacks
             size = torch.Size(entry.shape)
             chunk = torch_metadata.ChunkStorageMetadata(torch.Size([0] * len(size)), size)
-            facts[name] = torch_metadata.TensorStorageMetadata(
-                torch_metadata.TensorProperties(dtype=dtype), size, [chunk]
-            )
+            properties = torch_metadata.TensorProperties(dtype=dtype)
+            facts[name] = torch_metadata.TensorStorageMetadata(properties, size, [chunk])
         return torch_metadata.Metadata(facts, planner_data=opened.keys)
 
     def set_up_storage_reader(
@@ -462,10 +459,9 @@ def filled(state: Any, new_state: Any) -> Any:
             state[key] = filled(state[key], new_state[key])
         return state
     if isinstance(state, list) and isinstance(new_state, list):
-        same = len(state) == len(new_state)
-        state[:] = (
-            [filled(*pair) for pair in zip(state, new_state, strict=True)] if same else new_state
-        )
+        if len(state) == len(new_state):
+            new_state = [filled(*pair) for pair in zip(state, new_state, strict=True)]
+        state[:] = new_state
         return state
     return io.BytesIO(new_state) if isinstance(state, io.BytesIO) else new_state
 

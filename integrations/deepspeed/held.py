@@ -112,28 +112,31 @@ class EngineParts:
         if optimizer is None or not hasattr(optimizer, "param_groups"):
             return cls(engine, stage, None, (), True)
         base = getattr(optimizer, "optimizer", optimizer)
+        whole = False
         if stage == 3:
-            return cls(engine, 3, base, list(_stage3(optimizer)), False)
-        if hasattr(optimizer, "single_partition_of_fp32_groups"):
-            flats, groups = optimizer.single_partition_of_fp32_groups, optimizer.bit16_groups
-            return cls(engine, stage, base, list(_linked(base, flats, groups)), False)
-        if hasattr(optimizer, "fp32_groups_flat_partition"):
-            flats, groups = optimizer.fp32_groups_flat_partition, optimizer.bf16_groups
-            return cls(engine, 1, base, list(_linked(base, flats, groups)), False)
-        if hasattr(optimizer, "fp32_groups_flat"):
-            flats, groups = optimizer.fp32_groups_flat, optimizer.fp16_groups
-            return cls(engine, 0, base, list(_flat(base, flats, groups)), True)
-        if hasattr(optimizer, "fp32_groups"):
-            pairs = zip(optimizer.fp32_groups, optimizer.fp16_groups, strict=True)
-            return cls(engine, 0, base, list(_per_parameter(base, pairs)), True)
-        if base is not optimizer or not isinstance(base, torch.optim.Optimizer):
+            parts = _stage3(optimizer)
+        elif hasattr(optimizer, "single_partition_of_fp32_groups"):
+            parts = _linked(optimizer.single_partition_of_fp32_groups, optimizer.bit16_groups)
+        elif hasattr(optimizer, "fp32_groups_flat_partition"):
+            stage, flats = 1, optimizer.fp32_groups_flat_partition
+            parts = _linked(flats, optimizer.bf16_groups)
+        elif hasattr(optimizer, "fp32_groups_flat"):
+            stage, whole = 0, True
+            parts = _flat(optimizer.fp32_groups_flat, optimizer.fp16_groups)
+        elif hasattr(optimizer, "fp32_groups"):
+            stage, whole = 0, True
+            parts = _per_parameter(optimizer.fp32_groups, optimizer.fp16_groups)
+        elif base is optimizer and isinstance(base, torch.optim.Optimizer):
+            stage, whole, params = 0, True, [group["params"] for group in base.param_groups]
+            parts = _per_parameter(params, params)
+        else:
             raise UnsupportedLeaf(
                 f"DeepSpeed's {type(optimizer).__name__} is not known: nothing tells where it "
                 "keeps the state of parameters"
             )
-        params = [group["params"] for group in base.param_groups]
-        pairs = zip(params, params, strict=True)
-        return cls(engine, 0, base, list(_per_parameter(base, pairs)), True)
+        # Reading `state[masters]` may create an entry.
+        updated = [Updated(m, base.state.get(m, {}), group, ranges) for m, group, ranges in parts]
+        return cls(engine, stage, base, updated, whole)
 
     def owners(self) -> set[Hashable]:
         """What only a step of the optimizer changes: see `unickpt.extend.Fence`."""
@@ -162,19 +165,8 @@ class EngineParts:
                 elif updated.masters is not param:
                     param.copy_(masters.view(param.shape))
 
-    def new_slots(
-        self, names: Mapping[str, torch.dtype], updated: Updated
-    ) -> dict[str, torch.Tensor]:
-        """Slots for an optimizer that has not made a step yet, filled with zeros; they are not the
-        optimizer's before `add_slots`."""
-        masters = updated.masters
-        return {
-            slot: torch.zeros_like(masters, dtype=dtype, requires_grad=False)
-            for slot, dtype in names.items()
-        }
-
     def add_slots(self, new: Mapping[Updated, Mapping[str, torch.Tensor]]) -> None:
-        """Gives them to the optimizer."""
+        """Gives new slots to an optimizer that has not made a step yet."""
         for updated, slots in new.items():
             self.base.state[updated.masters].update(slots)
         if hasattr(self.engine.optimizer, "_hp_optimizer_states_linked"):
@@ -203,20 +195,22 @@ def shape_of(param: Parameter) -> tuple[int, ...]:
 # --- where each optimizer of DeepSpeed has them --------------------------------------------------
 
 
-def _stage3(optimizer: Any) -> Iterator[Updated]:
+_Part = tuple[torch.Tensor, int, dict[Parameter, ElementRange]]
+"""Masters, the number of their group, and which elements of parameters they are."""
+
+
+def _stage3(optimizer: Any) -> Iterator[_Part]:
     """ZeRO 3: of each sub-group a rank has a part of every parameter, one after the other."""
-    base = optimizer.optimizer
     for number, params in enumerate(optimizer.fp16_groups):
         masters, ranges, offset = optimizer.fp32_partitioned_groups_flat[number], {}, 0
         for param in params:
             part = part_of(param)
             ranges[param] = ElementRange(part.start, offset, part.count)
             offset += int(param.partition_numel())
-        group = optimizer.sub_group_to_group_id[number]
-        yield Updated(masters, _state(base, masters), group, ranges)
+        yield masters, optimizer.sub_group_to_group_id[number], ranges
 
 
-def _linked(base: Any, flats: Sequence[Any], groups: Sequence[Any]) -> Iterator[Updated]:
+def _linked(flats: Sequence[Any], groups: Sequence[Any]) -> Iterator[_Part]:
     """ZeRO 1 and 2, BF16_Optimizer: a rank has a range of all parameters of a group."""
     for number, (masters, params) in enumerate(zip(flats, groups, strict=True)):
         ranges = {}
@@ -227,31 +221,25 @@ def _linked(base: Any, flats: Sequence[Any], groups: Sequence[Any]) -> Iterator[
                 continue
             low, high = link.lp_fragment_address, link.hp_fragment_address
             ranges[param] = ElementRange(int(low.start), int(high.start), int(low.numel))
-        yield Updated(masters, _state(base, masters), number, ranges)
+        yield masters, number, ranges
 
 
-def _flat(base: Any, flats: Sequence[Any], groups: Sequence[Any]) -> Iterator[Updated]:
+def _flat(flats: Sequence[Any], groups: Sequence[Any]) -> Iterator[_Part]:
     """FP16_Optimizer: all parameters of a group, one after the other."""
     for number, (masters, params) in enumerate(zip(flats, groups, strict=True)):
         ranges, offset = {}, 0
         for param in params:
             ranges[param] = ElementRange(0, offset, param.numel())
             offset += param.numel()
-        yield Updated(masters, _state(base, masters), number, ranges)
+        yield masters, number, ranges
 
 
-def _per_parameter(base: Any, groups: Any) -> Iterator[Updated]:
+def _per_parameter(masters_of: Sequence[Any], groups: Sequence[Any]) -> Iterator[_Part]:
     """Optimizers that keep a tensor for each parameter."""
-    for number, (masters, params) in enumerate(groups):
+    for number, (masters, params) in enumerate(zip(masters_of, groups, strict=True)):
         for master, param in zip(masters, params, strict=True):
             if param.requires_grad:
-                ranges = {param: ElementRange(0, 0, param.numel())}
-                yield Updated(master, _state(base, master), number, ranges)
-
-
-def _state(base: Any, masters: torch.Tensor) -> dict[str, Any]:
-    state: dict[str, Any] = base.state.get(masters, {})  # reading `state` may create an entry
-    return state
+                yield master, number, {param: ElementRange(0, 0, param.numel())}
 
 
 def _check(engine: Any) -> None:

@@ -38,12 +38,8 @@ class LatestFile:
         Raises:
             StorageError: the folder cannot be written.
         """
-        announcement = {
-            "tag": self._tag,
-            "attempt": self._attempt,
-            "instead_of": _named(self._folder),
-        }
-        self._write(_NEXT, json.dumps(announcement))
+        announcement = {"tag": self._tag, "attempt": self._attempt}
+        self._write(_NEXT, json.dumps({**announcement, "instead_of": _named(self._folder)}))
 
     def write(self) -> None:
         """After the commit, on the coordinator."""

@@ -63,7 +63,8 @@ class EngineLoad:
     options: LoadOptions | None
     tree: Leaves = field(default_factory=dict)
     _entries: Mapping[str, ArrayEntry] = field(init=False)
-    _derived: bool = False  # whether weights are made of the masters
+    derived: bool = field(default=False, init=False)
+    """Whether the weights must be made of the masters after `run`, by rounding them."""
     _new: dict[Updated, dict[str, torch.Tensor]] = field(default_factory=dict)
     _counts: dict[Updated, dict[str, dict[str, torch.Tensor]]] = field(default_factory=dict)
 
@@ -96,23 +97,16 @@ class EngineLoad:
             _set_counts(self.arrays.parts.base, updated, numbers)
         return plain
 
-    @property
-    def derived(self) -> bool:
-        """Whether the weights must now be made of the masters, by rounding them."""
-        return self._derived
-
     # --- weights ---------------------------------------------------------------------------------
 
     def _request_weights(self) -> None:
         arrays, module = self.arrays, self.arrays.module
-        missing = []
-        for name, param in module.params.items():
-            stored = arrays.places[name].name
-            if not self._request(name, stored, param.dtype, arrays.weights(name)):
-                missing.append(stored)
-        for name, buffer in module.buffers.items():
-            if not self._request(name, name, buffer.dtype, buffer):
-                missing.append(name)
+        leaves = [
+            (name, arrays.places[name].name, param.dtype, arrays.weights(name))
+            for name, param in module.params.items()
+        ]
+        leaves += [(name, name, buffer.dtype, buffer) for name, buffer in module.buffers.items()]
+        missing = [leaf[1] for leaf in leaves if not self._request(*leaf)]
         for alias, name in module.ties.items():
             for slot in (MODULE, FP32):
                 if self.rules is None and self._dtype(slot, alias) is not None:
@@ -128,9 +122,8 @@ class EngineLoad:
                 "what they are: load_checkpoint(..., load_module_strict=False)"
             )
         if missing:
-            _log.warning(
-                "%s: these weights stay as they are: %s", self.stored.url, first_few(missing)
-            )
+            what = "%s: these weights stay as they are: %s"
+            _log.warning(what, self.stored.url, first_few(missing))
 
     def _request(self, name: str, stored: str, dtype: torch.dtype, leaf: Any) -> bool:
         """Requests the weights of a parameter, or a buffer; False if they are not stored."""
@@ -139,7 +132,7 @@ class EngineLoad:
         if self.rules is not None:  # presets have the masters only
             masters = arrays.slot(name, self._masters(name)) if has_masters else leaf
             self._put(FP32, stored, masters)
-            self._derived |= has_masters
+            self.derived |= has_masters
             return True
         weights_dtype, masters = self._dtype(MODULE, stored), self._dtype(FP32, stored)
         if weights_dtype is None and masters is None:
@@ -148,7 +141,7 @@ class EngineLoad:
             self._put(FP32, stored, arrays.slot(name, self._masters(name)))
             # Trained in another precision: round the masters, as DeepSpeed does.
             if weights_dtype != module_dtype:
-                self._derived = True
+                self.derived = True
                 return True
         elif has_masters:  # of a checkpoint of weights alone; the masters follow from them
             raise LoadMismatch(
@@ -186,15 +179,18 @@ class EngineLoad:
         """Requests the optimizer's slots: those that it has, or, before its first step, would have
         after it."""
         parts = self.arrays.parts
-        names = {self.arrays.module.params[name]: name for name in self.arrays.module.params}
+        names = {param: name for name, param in self.arrays.module.params.items()}
         fresh: dict[torch.dtype, dict[str, Any]] = {}
         for updated in parts.updated:
             state: Mapping[str, Any] = updated.state
             if not state:
                 dtype = updated.masters.dtype
                 state = fresh.setdefault(dtype, _after_a_step(parts.base, dtype))
-                sliced = {s: v.dtype for s, v in state.items() if _is_slot(s, v)}
-                self._new |= {updated: parts.new_slots(sliced, updated)}
+                self._new[updated] = {
+                    slot: torch.zeros_like(updated.masters, dtype=v.dtype, requires_grad=False)
+                    for slot, v in state.items()
+                    if _is_slot(slot, v)
+                }
             slots = updated.slots() if updated.state else self._new[updated]
             for param in updated.ranges:
                 stored = self.arrays.places[names[param]].name

@@ -50,13 +50,8 @@ class RankGrid:
         from deepspeed.utils import bwc
 
         mpu, dp = engine.mpu, engine.seq_data_parallel_group
-        tp_size, pp_size = (
-            int(size(mpu))
-            for size in (
-                bwc.bwc_tensor_model_parallel_world_size,
-                bwc.bwc_pipeline_parallel_world_size,
-            )
-        )
+        tp_size = int(bwc.bwc_tensor_model_parallel_world_size(mpu))
+        pp_size = int(bwc.bwc_pipeline_parallel_world_size(mpu))
         tp = int(bwc.bwc_tensor_model_parallel_rank(mpu))
         pp = int(mpu.get_pipe_parallel_rank()) if pp_size > 1 else 0
         dp_rank, dp_size = dist.get_rank(dp), dist.get_world_size(dp)
@@ -130,12 +125,10 @@ class ParameterPlace:
                 if part is None or part.empty:
                     continue
                 inside = part.relative_to(box.start).slices
-                start = [
-                    a + b - c
-                    for a, b, c in zip(part.start, piece.box.start, local_box.start, strict=True)
-                ]
-                stop = [a + n for a, n in zip(start, part.shape, strict=True)]
-                fragments.append((Box(tuple(start), tuple(stop)), data[inside] if inside else data))
+                corners = zip(part.start, piece.box.start, local_box.start, strict=True)
+                start = tuple(a + b - c for a, b, c in corners)
+                stop = tuple(a + n for a, n in zip(start, part.shape, strict=True))
+                fragments.append((Box(start, stop), data[inside] if inside else data))
         return fragments
 
     def _local_box(self, piece: LiveRankPiece) -> Box:
@@ -203,14 +196,11 @@ class Placing:
         """
         local = shape_of(param)
         is_owner = not getattr(param, PIPE_REPLICATED, False)
-        if self._rules is None:
+        if self._rules is None or not self._rules.known:
+            # Where rules are needed, nothing tells how to put the parts of ranks together.
+            name = name if self._rules is None else f"{name}@{self.grid.tp}"
             piece = [LiveRankPiece(Box.whole(local), self.grid.tp, 0, row_major(local))]
             return ParameterPlace(name, local, local, piece, piece if is_owner else ())
-        if not self._rules.known:  # nobody knows how to put the parts together
-            piece = [LiveRankPiece(Box.whole(local), self.grid.tp, 0, row_major(local))]
-            return ParameterPlace(
-                f"{name}@{self.grid.tp}", local, local, piece, piece if is_owner else ()
-            )
         try:
             plan = self._rules.plan(name, self._shapes[name])
             pieces = self._rules.held(name, self._shapes[name], self.grid.tp)

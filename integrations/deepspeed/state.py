@@ -26,6 +26,7 @@ from unickpt.integrations.deepspeed.held import (
     weights_of,
 )
 from unickpt.integrations.deepspeed.placing import ParameterPlace, Placing, of_range
+from unickpt.integrations.torch_types import dtype_name
 from unickpt.types import LocalFragments
 
 MODULE, FP32 = "module", "fp32"
@@ -85,25 +86,18 @@ class EngineArrays:
         self.updated = {param: updated for updated in parts.updated for param in updated.ranges}
         """By parameter, the tensor that has its masters."""
         param_names = getattr(parts.engine, "param_names", {})
-        lost_names = [
-            param_names.get(param, "?") for param in self.updated if param not in self._names
-        ]
+        lost_names = [param_names.get(p, "?") for p in self.updated if p not in self._names]
         if lost_names:
             raise UnsupportedLeaf(
                 f"rank {dist.get_rank()}: the optimizer updates parameters that engine.module does "
                 f"not have: {first_few(lost_names)}. They were removed from it, or replaced, after "
                 "deepspeed.initialize; change the module before, and the same on all ranks"
             )
-        self.masters = {
-            self._names[param]
-            for param, updated in self.updated.items()
-            if updated.masters is not param
-        }
+        apart = {p: updated for p, updated in self.updated.items() if updated.masters is not p}
+        self.masters = {self._names[param] for param in apart}
         """Names of parameters whose masters are not the weights themselves."""
         self.copied = {
-            self._names[param]
-            for param, updated in self.updated.items()
-            if updated.masters is not param and weights_of(param).dtype == updated.masters.dtype
+            self._names[p] for p, x in apart.items() if weights_of(p).dtype == x.masters.dtype
         }
         """Of these, those whose weights are copies of the masters, not rounded: each step, and
         DeepSpeed's own load, copies the masters over them."""
@@ -127,9 +121,8 @@ class EngineArrays:
             for slot, value in updated.counts().items():
                 self._add_count(tree, slot, updated, value)
         for array_name in (self.places[name].name for name in chosen):  # in the module's order
-            tree[MODULE][array_name] = (
-                weights[array_name] if array_name in weights else tree[FP32][array_name]
-            )
+            leaves = weights if array_name in weights else tree[FP32]
+            tree[MODULE][array_name] = leaves[array_name]
         tree[MODULE].update(self.module.buffers)
         for name, leaf in tree[MODULE].items():
             tree[FP32].setdefault(name, leaf)
@@ -142,7 +135,7 @@ class EngineArrays:
     def _weights(self, params: Mapping[str, Parameter]) -> dict[str, Any]:
         """The weights by the names of arrays."""
         if not self.placing.grid.is_model_parallel:
-            return {n: p if not _is_partitioned(p) else self._part(n, p) for n, p in params.items()}
+            return {n: self._part(n, p) if _is_partitioned(p) else p for n, p in params.items()}
         whole_params = {name: p for name, p in params.items() if not _is_partitioned(p)}
         shared, leaves = self.placing.shared(whole_params), dict[str, Any]()
         for name, param in params.items():
@@ -155,11 +148,11 @@ class EngineArrays:
             leaves[place.name] = _leaf(place, boxes, place.own, data.dtype)
         return leaves
 
-    def _part(self, name: str, param: Parameter) -> LocalFragments:
+    def _part(self, name: str, param: Parameter, to_load: bool = False) -> LocalFragments:
         """The part of a parameter that ZeRO 3 gives this process."""
         place, data = self.places[name], param.ds_tensor.detach()
         boxes = of_range(place.local, part_of(param), data)
-        return _leaf(place, boxes, place.own, data.dtype)
+        return _leaf(place, boxes, place.pieces if to_load else place.own, data.dtype)
 
     def _add(self, tree: Leaves, slot: str, updated: Updated, tensor: torch.Tensor) -> None:
         """The elements of a slot, or the masters, by parameter."""
@@ -197,8 +190,8 @@ class EngineArrays:
             leaf: Any = count
             if grid.is_model_parallel:  # one rank says it; ties would have to agree in all stages
                 mine = grid.tp == grid.dp == 0 and not getattr(param, PIPE_REPLICATED, False)
-                dtype = str(count.dtype).removeprefix("torch.")
-                leaf = LocalFragments.whole(count) if mine else LocalFragments((), [], dtype)
+                nothing = LocalFragments((), [], dtype_name(count.dtype))
+                leaf = LocalFragments.whole(count) if mine else nothing
             leaves[self.places[self._names[param]].name] = leaf
 
     # --- to load --------------------------------------------------------------------------------
@@ -206,13 +199,12 @@ class EngineArrays:
     def weights(self, name: str) -> Any:
         """Where the weights of a parameter are loaded."""
         param, place = self.module.params[name], self.places[name]
-        data = (param.ds_tensor if _is_partitioned(param) else param).detach()
-        if not self.placing.grid.is_model_parallel and not _is_partitioned(param):
-            return param
         if _is_partitioned(param):
-            boxes = of_range(place.local, part_of(param), data)
-        else:
-            boxes = [(Box.whole(place.local), data)] if data.numel() else []
+            return self._part(name, param, to_load=True)
+        if not self.placing.grid.is_model_parallel:
+            return param
+        data = param.detach()
+        boxes = [(Box.whole(place.local), data)] if data.numel() else []
         return _leaf(place, boxes, place.pieces, data.dtype)
 
     def slot(self, name: str, tensor: torch.Tensor) -> Any:
@@ -263,5 +255,4 @@ def _leaf(
     pieces: Sequence[Any],
     dtype: torch.dtype,
 ) -> LocalFragments:
-    name = str(dtype).removeprefix("torch.")
-    return LocalFragments(place.shape, place.fragments(boxes, pieces), name)
+    return LocalFragments(place.shape, place.fragments(boxes, pieces), dtype_name(dtype))

@@ -189,9 +189,7 @@ def random_state() -> dict[str, Any]:
 
         state["torch"] = [torch.get_rng_state().numpy()]
         if torch.cuda.is_available():
-            state["torch"] += [
-                cuda_state.cpu().numpy() for cuda_state in torch.cuda.get_rng_state_all()
-            ]
+            state["torch"] += [x.cpu().numpy() for x in torch.cuda.get_rng_state_all()]
     seeds = _global_seeds()
     if seeds is not None:
         state["keras"] = np.array(_stored(seeds.state))
@@ -207,9 +205,7 @@ def set_random_state(state: Mapping[str, Any]) -> None:
     if state["torch"] is not None and "torch" in sys.modules:
         import torch
 
-        first, *devices = [
-            torch.from_numpy(np.array(generator_state)) for generator_state in state["torch"]
-        ]
+        first, *devices = [torch.from_numpy(np.array(x)) for x in state["torch"]]
         torch.set_rng_state(first)
         if len(devices) == torch.cuda.device_count():
             for number, generator_state in enumerate(devices):

@@ -16,7 +16,7 @@ import os
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -43,9 +43,8 @@ def _fabric() -> list[str]:
 
 def _of_fabric(name: str) -> list[Any]:
     """A class of Lightning's plugins, as each of these packages has it."""
-    return [
-        getattr(importlib.import_module(f"{package}.plugins.io"), name) for package in _fabric()
-    ]
+    modules = (importlib.import_module(f"{package}.plugins.io") for package in _fabric())
+    return [getattr(module, name) for module in modules]
 
 
 if TYPE_CHECKING:
@@ -85,8 +84,8 @@ class UnickptCheckpointIO(_CheckpointIO):
 
     def __reduce__(self) -> tuple[Any, ...]:
         """For processes that are spawned; what is in flight stays here."""
-        arguments = {"background": self.background}
-        return _made_anew, (type(self), self.options, self.load_options, arguments)
+        make = partial(type(self), background=self.background)
+        return make, (self.options, self.load_options)
 
     @cached_property
     def _saves(self) -> saves.Saves:
@@ -310,10 +309,8 @@ class ShardedCheckpoints:
         other_values = reading_checkpoint(path, lambda stored: self._load(stored, state))
         strict = torch_state.StateDictOptions(strict=self.lightning_module.strict_loading)
         torch_state.set_model_state_dict(self.model, state["state_dict"], options=strict)
-        for optimizer, optimizer_state in zip(
-            self.optimizers, state["optimizer_states"], strict=False
-        ):
-            torch_state.set_optimizer_state_dict(self.model, optimizer, optimizer_state)
+        for pair in zip(self.optimizers, state["optimizer_states"], strict=False):
+            torch_state.set_optimizer_state_dict(self.model, *pair)
         return other_values
 
     def _load(self, stored: Checkpoint, state: dict[str, Any]) -> dict[str, Any]:
@@ -371,10 +368,6 @@ def _time_of(stored: Checkpoint) -> tuple[str, int]:
     """When a checkpoint was saved, to the second, and at which step."""
     step = stored.index.values.get("global_step")
     return stored.index.created, step if type(step) is int else -1
-
-
-def _made_anew(cls: Any, options: Any, load_options: Any, arguments: Any) -> Any:
-    return cls(options, load_options, **arguments)
 
 
 def _check_storage_options(storage_options: object) -> None:

@@ -217,10 +217,8 @@ def read(
         raise UnsupportedFormat(
             "the checkpoint is not one of Lightning: it holds no dict; load it with unickpt.load"
         )
-    types = parsed_types(
-        stored.index.values.get(STORED_TYPES, "{}"), str(stored.location), _BY_NAME
-    )
-    index, leaves = stored.index, dict[str, Any]()
+    index, leaves, where = stored.index, dict[str, Any](), str(stored.location)
+    types = parsed_types(index.values.get(STORED_TYPES, "{}"), where, _BY_NAME)
     top = children_by_key(node)
     chosen = (top.keys() if only is None else only) - skip - {STORED_TYPES}
     nodes_by_key = {key: x for key, x in top.items() if key in chosen}
@@ -231,7 +229,7 @@ def read(
             leaves[leaf.name] = _empty(stored, leaf.name, types.get(leaf.name, []), device)
     like = {key: rebuild_tree(below, leaves.__getitem__) for key, below in nodes_by_key.items()}
     unickpt.load(stored, like, unexpected="skip", options=options)
-    restored = _Restored(leaves, types, str(stored.location))
+    restored = _Restored(leaves, types, where)
     return {key: restored.value(below, name_component(key)) for key, below in nodes_by_key.items()}
 
 

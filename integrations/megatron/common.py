@@ -118,12 +118,9 @@ def latest(run: str | os.PathLike[str]) -> str | None:
         inside = list(Path(run).iterdir())
     except FileNotFoundError:
         return None
-    steps = [
-        (int(match[0]), folder) for folder in inside if (match := _LAST_NUMBER.search(folder.name))
-    ]
-    return next(
-        (str(folder) for _, folder in sorted(steps, reverse=True) if _is_complete(folder)), None
-    )
+    matches = ((_LAST_NUMBER.search(folder.name), folder) for folder in inside)
+    steps = sorted(((int(m[0]), folder) for m, folder in matches if m), reverse=True)
+    return next((str(folder) for _, folder in steps if _is_complete(folder)), None)
 
 
 _LAST_NUMBER = re.compile(r"\d+(?=\D*$)")

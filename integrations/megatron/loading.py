@@ -207,9 +207,7 @@ class _ShardRequest:
         return dict_list_map_outplace(result, self._sharded_state_dict)
 
     def _values(self, kind: type) -> Iterator[Any]:
-        return (
-            value for value in nested_values(self._sharded_state_dict) if isinstance(value, kind)
-        )
+        return (x for x in nested_values(self._sharded_state_dict) if isinstance(x, kind))
 
     def _pieces(self) -> dict[str, list[TensorPiece]]:
         """The boxes of this rank, by key."""
@@ -234,10 +232,8 @@ class _ShardRequest:
         if entry is None or len(entry.shape) != len(piece.shape):
             return [piece]  # that is told with all other differences
         start, shape = piece.box.start, tuple(entry.shape)
-        sizes = tuple(
-            max(0, min(stop, extent) - begin)
-            for begin, stop, extent in zip(start, piece.box.stop, shape, strict=True)
-        )
+        ends = zip(start, piece.box.stop, shape, strict=True)
+        sizes = tuple(max(0, min(stop, extent) - begin) for begin, stop, extent in ends)
         self._beyond.append((piece.data, sizes))
         if 0 in sizes:
             return []

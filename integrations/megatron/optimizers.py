@@ -180,12 +180,10 @@ class Buckets:
                 for buffer, ranges in enumerate(getattr(part, "gbuf_ranges", ())):
                     buckets = (bucket for of_dtype in ranges.values() for bucket in of_dtype)
                     for index, bucket in enumerate(buckets):
-                        self._slots[number, buffer, index] = {
-                            where["gbuf_world_in_bucket"].start: _Held(
-                                parameter, where["param"].start, where["param"].end
-                            )
-                            for parameter, where in bucket["param_map"].items()
-                        }
+                        slots = self._slots.setdefault((number, buffer, index), {})
+                        for parameter, where in bucket["param_map"].items():
+                            part = _Held(parameter, where["param"].start, where["param"].end)
+                            slots[where["gbuf_world_in_bucket"].start] = part
         return self._slots
 
     def _whole(self, parameter: torch.Tensor) -> Iterable[tuple[Any, Strided]]:
@@ -214,10 +212,8 @@ class Buckets:
         return [(x, Strided(x.data.stride(), x.data.storage_offset())) for x in parts]
 
     def _of_model(self) -> Iterator[Any]:
-        chunks: dict[int, Any] = {}
-        for part in parts_of(self._optimizer):
-            for chunk in getattr(part, "model_chunks", ()):
-                chunks[id(chunk)] = chunk
+        parts = parts_of(self._optimizer)
+        chunks = {id(x): x for part in parts for x in getattr(part, "model_chunks", ())}
         for chunk in chunks.values():
             while hasattr(chunk, "module"):
                 chunk = chunk.module

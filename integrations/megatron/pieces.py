@@ -94,9 +94,8 @@ def flat_pieces(
         )
     pieces = []
     for start, stop in boxes_between(shape, where.strides, where.offset, first, after):
-        offset = (
-            where.offset + sum(i * s for i, s in zip(start, where.strides, strict=True)) - first
-        )
+        steps = zip(start, where.strides, strict=True)
+        offset = where.offset + sum(i * step for i, step in steps) - first
         size = tuple(b - a for a, b in zip(start, stop, strict=True))
         view = data.as_strided(size, where.strides, data.storage_offset() + offset)
         pieces.append(_piece(sharded, view, start, stop))
@@ -131,9 +130,8 @@ def boxes_between(
         step = strides[0]
         inner = span - (shape[0] - 1) * step
         rows = _clipped(-((offset + inner - first) // step), (after - 1 - offset) // step, shape[0])
-        whole = _clipped(
-            -((offset - first) // step), (after - 1 - inner - offset) // step, shape[0]
-        )
+        last = (after - 1 - inner - offset) // step
+        whole = _clipped(-((offset - first) // step), last, shape[0])
     before = range(rows.start, whole.start) if whole else rows
     for row in before:
         yield from _row(row, shape, strides, offset + row * step, first, after)

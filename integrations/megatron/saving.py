@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -125,6 +126,7 @@ class SaveStrategy(megatron_torch.TorchDistSaveShardedStrategy):  # as Megatron 
         return {x.untyped_storage()._cdata for x in tensors_of_steps if isinstance(x, torch.Tensor)}
 
 
+@dataclass(frozen=True, eq=False)
 class _ShardedState(SavedOnly):
     """What to save, as a tree; made within the save, so that it fails on all ranks if it fails on
     one.
@@ -136,15 +138,10 @@ class _ShardedState(SavedOnly):
         with_common: whether this rank saves what is in it.
     """
 
-    def __init__(
-        self,
-        sharded_state_dict: dict[str, Any],
-        folder: str,
-        buckets: optimizers.Buckets,
-        with_common: bool,
-    ) -> None:
-        self._sharded_state_dict, self._folder = sharded_state_dict, folder
-        self._buckets, self._with_common = buckets, with_common
+    sharded_state_dict: dict[str, Any]
+    folder: str
+    buckets: optimizers.Buckets
+    with_common: bool
 
     def state_dict(self) -> dict[str, Any]:
         try:
@@ -155,17 +152,16 @@ class _ShardedState(SavedOnly):
     def _tree(self) -> dict[str, Any]:
         tree: dict[str, Any] = {}
         pieces_by_key: dict[str, list[TensorPiece]] = {}
-        for value in nested_values(self._sharded_state_dict):
-            if isinstance(value, ShardedObject):
-                if _is_saved(value):
-                    name = value.unique_key
-                    place(tree, name, stored_form(value.data, name))
-                continue
-            for piece in self._pieces(value):
-                pieces_by_key.setdefault(piece.key, []).append(piece)
+        for value in nested_values(self.sharded_state_dict):
+            if not isinstance(value, ShardedObject):
+                for piece in self._pieces(value):
+                    pieces_by_key.setdefault(piece.key, []).append(piece)
+            elif _is_saved(value):
+                name = value.unique_key
+                place(tree, name, stored_form(value.data, name))
         for key, pieces in pieces_by_key.items():
             place(tree, key, fragments(key, pieces))
-        shared = common.tree(self._folder) if self._with_common else {}
+        shared = common.tree(self.folder) if self.with_common else {}
         for key, value in shared.items():
             if key in tree:
                 raise UnsupportedLeaf(
@@ -177,7 +173,7 @@ class _ShardedState(SavedOnly):
     def _pieces(self, value: ShardedTensor) -> list[TensorPiece]:
         """What this rank saves of a `ShardedTensor`."""
         if optimizers.is_bucket(value.key):
-            return [piece for piece, saved in self._buckets.pieces(value) if saved]
+            return [piece for piece, saved in self.buckets.pieces(value) if saved]
         return pieces_of(value) if is_main(value.replica_id) else []
 
 

@@ -62,9 +62,8 @@ class StoredItems:
             return requested.unique_key, exact
         if not is_of_group(requested.key):
             return None
-        same = {
-            name: node for name, node in self._objects() if same_object(name, requested.unique_key)
-        }
+        key = requested.unique_key
+        same = {name: node for name, node in self._objects() if same_object(name, key)}
         texts = {name: self._text(node) for name, node in same.items()}
         if len(set(texts.values())) > 1:
             raise LoadMismatch(

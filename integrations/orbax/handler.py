@@ -197,14 +197,8 @@ def registry(*items: str, handler: Handler | None = None) -> Any:
     """
     handler = Handler() if handler is None else handler
     result = ocp.handlers.DefaultCheckpointHandlerRegistry()
-    kinds = (
-        ocp.args.StandardSave,
-        ocp.args.StandardRestore,
-        ocp.args.PyTreeSave,
-        ocp.args.PyTreeRestore,
-        Save,
-        Restore,
-    )
+    theirs = ("StandardSave", "StandardRestore", "PyTreeSave", "PyTreeRestore")
+    kinds = [*(getattr(ocp.args, name) for name in theirs), Save, Restore]
     for item in (None, "default", *items):
         for kind in kinds:
             result.add(item, kind, handler)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import jax
@@ -83,10 +83,8 @@ def target(entry: ArrayEntry, saved: SavedArrays, where: str) -> Any:
     """
     shape, dtype = entry.shape, dtype_from_name(entry.dtype)
     if entry.prng is not None:
-        key = jax.eval_shape(
-            lambda data: jax.random.wrap_key_data(data, impl=entry.prng),
-            abstract_array(shape, dtype),
-        )
+        wrap = partial(jax.random.wrap_key_data, impl=entry.prng)
+        key = jax.eval_shape(wrap, abstract_array(shape, dtype))
         shape, dtype = key.shape, key.dtype
     elif saved.is_numpy(entry.name) is True or is_truncated(dtype):
         return np.empty(shape, dtype)

@@ -94,9 +94,8 @@ class OrbaxTree:
     def metadata(self, directory: Any) -> Any:
         """Orbax's `TreeMetadata` of the stored tree."""
         leaves = self.described(lambda name: self._leaf_metadata(name, directory))
-        return build_default_tree_metadata(
-            leaves, custom_metadata=self._orbax_metadata.get("custom_metadata")
-        )
+        custom = self._orbax_metadata.get("custom_metadata")
+        return build_default_tree_metadata(leaves, custom_metadata=custom)
 
     def described(self, describe_leaf: Callable[[str], Any]) -> Any:
         """The stored tree in Orbax's containers.
@@ -132,28 +131,22 @@ class OrbaxTree:
         return serialize_tree(restored, self._metadata_options)
 
     def _leaf_metadata(self, name: str, directory: Any) -> Any:
+        facts: dict[str, Any]
         checkpoint, orbax_name = self._checkpoint, name.replace("/", ".")
         if name in checkpoint.values:
             value = checkpoint.values[name]
             if isinstance(value, str):
                 return ocp.metadata.StringMetadata(name=orbax_name, directory=directory)
             if isinstance(value, int | float):
-                dtype = np.asarray(value).dtype
-                return ocp.metadata.ScalarMetadata(
-                    name=orbax_name, directory=directory, shape=(), sharding=None, dtype=dtype
-                )
+                facts = {"shape": (), "sharding": None, "dtype": np.asarray(value).dtype}
+                return ocp.metadata.ScalarMetadata(name=orbax_name, directory=directory, **facts)
             return value
         if name not in checkpoint:
             return None
         array, (sharding, storage) = checkpoint[name], self.array_metadata(name)
-        return ocp.metadata.ArrayMetadata(
-            name=orbax_name,
-            directory=directory,
-            shape=tuple(array.shape),
-            sharding=sharding,
-            dtype=array.dtype,
-            storage=storage,
-        )
+        facts = {"shape": tuple(array.shape), "dtype": array.dtype}
+        facts |= {"sharding": sharding, "storage": storage}
+        return ocp.metadata.ArrayMetadata(name=orbax_name, directory=directory, **facts)
 
     # --- restore -----------------------------------------------------------------------------
 

@@ -86,10 +86,8 @@ class TorchtitanCheckpointManager(base.BaseCheckpointManager):
                 )
             self.async_mode = self.async_mode.lower()  # type: ignore[assignment]
             if self.async_mode not in _ASYNC_MODES:
-                raise ValueError(
-                    f"Invalid async_mode={self.async_mode!r}: it is none of "
-                    f"{', '.join(_ASYNC_MODES)}"
-                )
+                modes = ", ".join(_ASYNC_MODES)
+                raise ValueError(f"Invalid async_mode={self.async_mode!r}: it is none of {modes}")
 
     def __init__(
         self,
@@ -263,11 +261,9 @@ class TorchtitanCheckpointManager(base.BaseCheckpointManager):
         states = self._states_to_load(only_model=step == 0)
         if states.keys() - {base.MODEL} and not _keys(stored) - {base.MODEL}:
             older = [s for s in self._checkpointer.steps() if s < step]
-            do = (
-                f"resume from an earlier step with load_step={max(older)}"
-                if older
-                else "start from scratch"
-            )
+            do = "start from scratch"
+            if older:
+                do = f"resume from an earlier step with load_step={max(older)}"
             raise LoadMismatch(
                 f"{path} holds only the model, as the last save of a training does "
                 f"(last_save_model_only); {do}, or begin another training with initial_load_path="
@@ -313,9 +309,8 @@ class TorchtitanCheckpointManager(base.BaseCheckpointManager):
     def _check_excluded(self, keys: Iterable[str]) -> None:
         for key in keys:
             if key not in self.states:
-                raise ValueError(
-                    f"exclude_from_loading: {key!r} is not one of {', '.join(self.states)}"
-                )
+                names = ", ".join(self.states)
+                raise ValueError(f"exclude_from_loading: {key!r} is not one of {names}")
 
     def _their_steps(self) -> list[int]:
         """The steps that torchtitan's own manager saved into the folder; they count until this one

@@ -158,10 +158,8 @@ class Compressing(SaveEncoder):
     def note(self, entries: Sequence[ArrayEntry]) -> dict[str, Any]:
         """Of those arrays that the base has, by their numbers, whether they are compressed there;
         and whether this process knew that."""
-        choices = ((number, self._followed(entry)) for number, entry in enumerate(entries))
-        follows = {
-            number: is_compressed for number, is_compressed in choices if is_compressed is not None
-        }
+        choices = {number: self._followed(entry) for number, entry in enumerate(entries)}
+        follows = {number: choice for number, choice in choices.items() if choice is not None}
         return {"follows": follows, "knows_base": self._is_known}
 
     def _followed(self, entry: ArrayEntry) -> bool | None:

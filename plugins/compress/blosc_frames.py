@@ -96,9 +96,7 @@ def compressed(data: Array, itemsize: int, zstd: Any) -> memoryview | None:
         block_planes = planes[:, : len(piece) // itemsize]
         _split(piece, itemsize, block_planes)
         is_split = len(piece) == block and block // itemsize >= _LEAST_SPLIT
-        streams = (
-            list(block_planes) if is_split else [np.ascontiguousarray(block_planes).reshape(-1)]
-        )
+        streams = [*block_planes] if is_split else [np.ascontiguousarray(block_planes).reshape(-1)]
         for plane, stream in enumerate(streams):
             coded = None
             if shrank[plane] or not is_split or _may_shrink(stream, zstd):

@@ -79,9 +79,8 @@ class Ranks:
             raise ValueError("this process is not in the mesh")
         indices, sizes = [coordinate[a] for a in axis_numbers], [shape[a] for a in axis_numbers]
         other_indices = [c for a, c in enumerate(coordinate) if a not in axis_numbers]
-        return cls(
-            int(np.ravel_multi_index(indices, sizes)), int(np.prod(sizes)), not any(other_indices)
-        )
+        rank = int(np.ravel_multi_index(indices, sizes))
+        return cls(rank, int(np.prod(sizes)), not any(other_indices))
 
     @classmethod
     def _of_jax(cls, mesh: Any, axis_numbers: list[int]) -> Self:

@@ -71,11 +71,9 @@ class Samples(Resumable):
 
     def __iter__(self) -> Iterator[Any]:
         epoch, positions, start = self.epoch, self._positions, self._taken
-        epoch_positions = takewhile(
-            lambda position: position // self._length == epoch, self._rank_positions()
-        )
+        of_epoch = takewhile(lambda p: p // self._length == epoch, self._rank_positions())
         order = self._order(epoch)
-        indexes = [int(order[position % self._length]) for position in epoch_positions]
+        indexes = [int(order[position % self._length]) for position in of_epoch]
         batches = iter(self._make(indexes))
         for first in range(0, len(indexes), self._batch):
             with self._changing():

@@ -179,14 +179,11 @@ class _Shard:
         A worker may say that it is at its beginning until then, as with a dataset of Hugging Face
         (datasets 3.6): its samples would be drawn twice.
         """
-        workers = _workers(state)
-        loaded = _workers(self._state)
+        workers, loaded = _workers(state), _workers(self._state)
         still = {k for k, fresh in self._fresh.items() if workers.get(k) == fresh and k in loaded}
         if not still:
             return state
-        workers = {
-            k: loaded[k] if k in still else worker_state for k, worker_state in workers.items()
-        }
+        workers = {**workers, **{k: loaded[k] for k in still}}
         return {**state, "_snapshot": {**state["_snapshot"], "_worker_snapshots": workers}}
 
     def go_on(self, saved: Mapping[str, Any]) -> None:

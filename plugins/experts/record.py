@@ -6,7 +6,7 @@ the experts take turns, and a restart loses what those learned that were not sav
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from numbers import Integral
@@ -265,7 +265,7 @@ def stored(metadata: Mapping[str, Any], where: str) -> ExpertRecord | None:
     return ExpertRecord(steps, layers, body.doublings, keys)
 
 
-_Amount = Annotated[float, msgspec.Meta(ge=0, lt=math.inf)]
+_Amount = Annotated[float, msgspec.Meta(ge=0, le=sys.float_info.max)]
 
 
 class _StoredLayer(msgspec.Struct):

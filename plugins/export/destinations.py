@@ -148,10 +148,9 @@ class ExportDestination(ABC):
             self._lease.give_back()
 
     def _refuse(self, what: str, overwrite: bool) -> CheckpointExists:
+        do = "it is not replaced, because it is no checkpoint that unickpt can read; choose"
         if not overwrite:
             do = "pass overwrite=True (--overwrite on the command line) to replace it, or choose"
-        else:
-            do = "it is not replaced, because it is no checkpoint that unickpt can read; choose"
         return CheckpointExists(f"{self.name} {what}; {do} another path")
 
     def _is_checkpoint(self) -> bool:
@@ -236,9 +235,8 @@ class LocalDestination(ExportDestination):
 
     @property
     def _in_use(self) -> bool:
-        return os.path.lexists(self._final) and not (
-            os.path.isdir(self._final) and not os.listdir(self._final)
-        )
+        is_empty = os.path.isdir(self._final) and not os.listdir(self._final)
+        return os.path.lexists(self._final) and not is_empty
 
     @contextmanager
     def opened(self, file: PlannedFile) -> Iterator[Write]:
@@ -271,11 +269,11 @@ class LocalDestination(ExportDestination):
         if not files:
             local_folders.make(self._work)
         if self.fsync:
-            self._sync_folders()
+            for folder, _, _ in os.walk(self._work):
+                local_folders.sync_folder(folder)
         with local_folders.locked(self._above, f".{self._name}", _LOCK_S):
-            if (os.path.lexists(self._final) if self.file else self._in_use) and (
-                not self._overwrite
-            ):
+            exists = os.path.lexists(self._final) if self.file else self._in_use
+            if exists and not self._overwrite:
                 raise self._refuse("appeared while this export ran: another was faster", False)
             self._check_written(files)
             if self.file is not None:
@@ -307,10 +305,6 @@ class LocalDestination(ExportDestination):
                 os.rename(self._final, self._old)
             os.rename(self._work, self._final)
 
-    def _sync_folders(self) -> None:
-        for folder, _, _ in os.walk(self._work):
-            local_folders.sync_folder(folder)
-
     def discard(self) -> None:
         """Others may still write; see `discard_all`."""
 
@@ -337,9 +331,8 @@ class ObjectDestination(ExportDestination):
         name = self._beside.removesuffix(f".{attempt}")
         template = f"another export to {self.name} is under way {{who}}; {_WAIT}"
         in_process = template.replace("{who}", "in this process")
-        self._lease = Lease(
-            above, LeaseUse(f"{name}{_LEASE}", in_process, template.replace("{who}", "({who})"))
-        )
+        use = LeaseUse(f"{name}{_LEASE}", in_process, template.replace("{who}", "({who})"))
+        self._lease = Lease(above, use)
 
     def most_bytes(self, budget_bytes: int) -> int:
         return min(_MOST_OBJECT, max(1, budget_bytes // _SHARE_OF_OBJECT))
@@ -355,10 +348,8 @@ class ObjectDestination(ExportDestination):
         if keys and not (overwrite and self._is_checkpoint()):
             raise self._refuse(f"holds files ({', '.join(sorted(keys)[:3])}, ...)", overwrite)
         # First what a reader looks for, so that it never sees a part.
-        for first in (True, False):
-            for key in keys:
-                if _tells(key) is first:
-                    self.folder.remove_file(key, self.context)
+        for key in sorted(keys, key=_tells, reverse=True):
+            self.folder.remove_file(key, self.context)
 
     @contextmanager
     def opened(self, file: PlannedFile) -> Iterator[Write]:

@@ -165,38 +165,29 @@ def _parts_text(view: View, source: str) -> str:
     counts = _parts_of_arrays(view.index)
     if not counts:
         return ""
-    ordered = sorted(counts.items(), key=lambda item: (_is_optimizers(item[0]), -item[1]))
+    ordered = sorted(counts.items(), key=lambda x: (bool(_OPTIMIZER.search(x[0])), -x[1]))
     shown = ordered[:_MOST_PARTS]
     parts = [f"under={part!r} ({counted(n, 'array')})" for part, n in shown]
     more = f", and {len(counts) - len(shown)} others" if len(counts) > len(shown) else ""
-    is_module = any(part.endswith("/_parameters") for part in counts)
-    module = " It is a whole module of torch: save its state_dict() there for all its arrays."
-    module = module if is_module else ""
+    module = ""
+    if any(part.endswith("/_parameters") for part in counts):
+        module = " It is a whole module of torch: save its state_dict() there for all its arrays."
     return (
         f"{source} has more than arrays. To export a part of it, pass {', or '.join(parts)}{more}; "
         f"on the command line, --under {shown[0][0]}.{module} The whole is refused:\n"
     )
 
 
-def _is_optimizers(part: str) -> bool:
-    return _OPTIMIZER.search(part) is not None
-
-
 def _parts_of_arrays(index: Index) -> Counter[str]:
     """The largest containers in which all leaves are arrays, and how many these are."""
-    mixed = {
-        name[:end]
-        for name in (*index.values, *index.per_process)
-        for end in range(len(name))
-        if name[end] == "/"
-    }
-    counts = Counter[str]()
-    for name in index.entries:
-        ends = [end for end in range(len(name)) if name[end] == "/"]
-        part = next((name[:end] for end in ends if name[:end] not in mixed), None)
-        if part is not None:
-            counts[part] += 1
-    return counts
+    mixed = {part for name in (*index.values, *index.per_process) for part in _containers(name)}
+    parts = (next((p for p in _containers(n) if p not in mixed), None) for n in index.entries)
+    return Counter(part for part in parts if part is not None)
+
+
+def _containers(name: str) -> list[str]:
+    """The names of the containers of a leaf, the outermost first."""
+    return [name[:end] for end in range(len(name)) if name[end] == "/"]
 
 
 def written(target: ExportDestination, part: str = "") -> Reader:
@@ -250,15 +241,11 @@ def _differences(
     if lines:
         return lines
     mine = list(plan.arrays.items())[group.index :: group.count]
-    return _unequal(view, reader, dict(mine), plan.casts, options)
+    return _unequal(view, reader, dict(mine), plan, options)
 
 
 def _unequal(
-    ours: View,
-    written: Reader,
-    names: Mapping[str, str],
-    casts: Mapping[str, str],
-    options: LoadOptions,
+    ours: View, written: Reader, names: Mapping[str, str], plan: Plan, options: LoadOptions
 ) -> list[str]:
     """Compares arrays of a view with their copies, bit for bit.
 
@@ -276,11 +263,10 @@ def _unequal(
     with ComparedViews(ours, theirs, options) as pair:
         for name, shown in names.items():
             mine, other = ours.index.entry(name), theirs.index.entry(shown)
-            mine = replace(mine, dtype=casts.get(mine.name, mine.dtype))
+            mine = replace(mine, dtype=plan.casts.get(mine.name, mine.dtype))
             if (mine.dtype, mine.shape) != (other.dtype, other.shape):
-                differences.append(
-                    f"  {name!r}: {mine.dtype_and_shape} became {other.dtype_and_shape}"
-                )
+                became = f"{mine.dtype_and_shape} became {other.dtype_and_shape}"
+                differences.append(f"  {name!r}: {became}")
             elif (row := pair.difference(name, mine, other)) is not None:
                 differences.append(f"  {name!r}: {row.unequal} elements differ")
     return differences

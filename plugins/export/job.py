@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import sys
 import zlib
@@ -274,10 +275,9 @@ class ExportJob:
         """Writes what all processes' parts lack; only for the first process."""
         for file in self._plan.files:
             if file.data and not self._to.whole_files:
+                of_file = [of_process.get(file.name, {}) for of_process in sums]
                 with self._to.opened(file) as write:
-                    self._write_texts(
-                        file, [process_sums.get(file.name, {}) for process_sums in sums], write
-                    )
+                    self._write_texts(file, of_file, write)
         self._to.check_ours()
         for file in filter(self._is_left, self._plan.files):
             if not file.data:
@@ -307,20 +307,12 @@ class ExportJob:
         for offset, text in file.texts.items():
             write(offset, memoryview(text))
         if file.ending is not None:
-            every = [
-                _join_sums(of_process.get(n) for of_process in sums) for n in range(len(file.data))
-            ]
+            every = []
+            for number in range(len(file.data)):  # what processes wrote, one after the other
+                parts = (of_process[number] for of_process in sums if number in of_process)
+                every.append(functools.reduce(lambda crc, x: combined_crc32(crc, *x), parts, 0))
             for offset, text in file.ending(every).items():
                 write(offset, memoryview(text))
-
-
-def _join_sums(parts: Iterator[tuple[int, int] | None]) -> int:
-    """The CRC-32 of what several processes wrote, one after the other."""
-    crc = 0
-    for part in parts:
-        if part is not None:
-            crc = combined_crc32(crc, *part)
-    return crc
 
 
 def _bytes_of(array: Array) -> memoryview:

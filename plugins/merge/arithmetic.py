@@ -283,21 +283,17 @@ def ties_statistics(method: Ties, pieces: ElementPieces, size: int, wide: bool) 
         NotFinite: an element is NaN or infinite.
     """
     k = max(1, math.floor(method.density * size))
-    bits = 64 if wide else 32
+    bits, kind = (64, np.uint64) if wide else (32, np.uint32)
     selections: list[KthLargest] = []
     for _ in range(bits // _BITS):
         for *sources, base in blocks_of(pieces):
             selections = selections or [KthLargest(k, bits) for _ in sources]
             for selection, source in zip(selections, sources, strict=True):
-                magnitude = magnitudes(source - base, wide)
-                selection.add(magnitude.view(np.uint64 if wide else np.uint32))
+                selection.add(magnitudes(source - base, wide).view(kind))
         for selection in selections:
             selection.end_pass()
-    floats = np.float64 if wide else np.float32
-    keys = np.array(
-        [selection.prefix for selection in selections], np.uint64 if wide else np.uint32
-    )
-    return [float(value) for value in keys.view(floats)]
+    keys = np.array([selection.prefix for selection in selections], kind)
+    return [float(value) for value in keys.view(np.float64 if wide else np.float32)]
 
 
 class KthLargest:

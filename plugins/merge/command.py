@@ -93,25 +93,18 @@ def command(
         terminal.fail(
             "--hint is for checkpoints of other systems, not for the steps of a run (--last)"
         )
-    merge_sources: Any = sources[0]
-    if last is None:
-        merge_sources = [options.source_of(source, hint) for source in sources]
+    opened = (options.source_of(source, hint) for source in sources)
+    merge_sources: Any = sources[0] if last is not None else [*opened]
     source_rules = options.read_rules(rules, inverse, size)
     try:
         values = options.named_values("--with", parameters, _PARAMETER)
         method = methods.method_of(cast(Any, how), values)
         written_as = options.save_options(budget, compression, quantize)
-        arguments: dict[str, Any] = {
-            "weights": weights,
-            "base": base,
-            "last": last,
-            "rules": source_rules,
-        }
-        arguments["integers"] = integers
+        arguments: dict[str, Any] = {"weights": weights, "base": base, "last": last}
+        arguments |= {"rules": source_rules, "integers": integers}
         if dry_run:
-            plan = preview(
-                merge_sources, method, budget_bytes=written_as.working_bytes, **arguments
-            )
+            budget_bytes = written_as.working_bytes
+            plan = preview(merge_sources, method, budget_bytes=budget_bytes, **arguments)
             _print_plan(plan, as_json)
             return
         arguments |= {"allow_nonfinite": allow_nonfinite, "overwrite": overwrite, "verify": verify}
@@ -124,9 +117,9 @@ def command(
                 progress=progress,
                 **arguments,
             )
+    except UnickptError:
+        raise
     except ValueError as error:
-        if isinstance(error, UnickptError):
-            raise
         terminal.fail(str(error))
     if first:
         _print_report(report, verify, as_json)
@@ -146,9 +139,8 @@ def _print_report(report: Any, verified: bool, as_json: bool) -> None:
         return
     for note in report.notes:
         terminal.warn(note)
-    terminal.print_written(
-        f"merged {len(report.sources)} checkpoints:", report.saved, verified, False
-    )
+    what = f"merged {len(report.sources)} checkpoints:"
+    terminal.print_written(what, report.saved, verified, False)
 
 
 def _print_plan(plan: Any, as_json: bool) -> None:

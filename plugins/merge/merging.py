@@ -151,16 +151,12 @@ def merge(
 
 
 def _write(
-    plan: MergePlan,
-    destination: PathLike,
-    overwrite: bool,
-    options: SaveOptions,
-    allow_nonfinite: bool,
+    plan: MergePlan, destination: PathLike, overwrite: bool, options: SaveOptions, nonfinite: bool
 ) -> MergeReport:
     """Writes what a plan makes."""
     view = plan.last.view
     budget, held_bytes = conversion_budgets(options)
-    merger = Merger(plan, budget, held_bytes, allow_nonfinite)
+    merger = Merger(plan, budget, held_bytes, nonfinite)
     writing = replace(options, budget_bytes=MemoryBudget(held_bytes, "process"))
     job = SaveTask(destination, overwrite, writing)
     leaves = leaves_of_view(view, job.group, "merge")
@@ -168,7 +164,11 @@ def _write(
     with job.failing():
         job.check_destination()  # before anything is read for long
         merger.measure(job.group)
-    check = partial(_check_rest, plan, job.group)
+
+    def check() -> None:
+        for source in plan.inputs:
+            check_rest(source.view.checkpoint, job.group)
+
     saved = write_streamed(job, merger.read, merger.buffers, budget, merger.cost, check)
     return MergeReport(
         saved,
@@ -210,19 +210,13 @@ def _searched(
         return open(trials)
 
     try:
-        about = [
-            {k: v for k, v in facts.items() if k != "weight"} for facts in plan.record["sources"]
-        ]
+        sources = plan.record["sources"]
+        about = [{k: v for k, v in facts.items() if k != "weight"} for facts in sources]
         best = search(method, group, plan.weights, merged, about)
     finally:
         if group.index == 0:
             resolve_path(trials).remove(storage_context())
     return replace(plan, weights=best.weights, score=best.score, trials=best.trials)
-
-
-def _check_rest(plan: MergePlan, group: Group) -> None:
-    for source in plan.inputs:
-        check_rest(source.view.checkpoint, group)
 
 
 def _exists(url: str) -> bool:
@@ -240,11 +234,8 @@ def _metadata(plan: MergePlan) -> dict[str, Any]:
     if isinstance(view, RuledView):
         metadata = view.provenance.merged_into(metadata)
     reserved = metadata.get(RESERVED_METADATA)
-    conversion = (
-        {k: v for k, v in reserved.items() if k == CONVERSION_METADATA}
-        if isinstance(reserved, dict)
-        else {}
-    )
+    items = reserved.items() if isinstance(reserved, dict) else ()
+    conversion = {key: value for key, value in items if key == CONVERSION_METADATA}
     return {**metadata, RESERVED_METADATA: {**conversion, RECORD: plan.record}}
 
 
@@ -286,9 +277,8 @@ class Merger:
         arrays = self.plan.last.view.index.arrays
         names = sorted(self.plan.merged, key=lambda name: (-arrays[name].nbytes, name))
         mine = names[group.index :: group.count]
-        for statistics in on_all(
-            group, lambda: {name: self._statistics(arrays[name]) for name in mine}
-        ):
+        work = on_all(group, lambda: {name: self._statistics(arrays[name]) for name in mine})
+        for statistics in work:
             self._statistics_by_name |= statistics
         self._inputs = HostBuffers(self.budget_bytes)  # chunks are of other sizes
 
@@ -390,10 +380,9 @@ class Merger:
         """Makes boxes of chunks."""
         inputs: list[list[Buffered]] = [[] for _ in batch]
         for source in self.plan.inputs:
-            numbers = [
-                n for n, (i, _) in enumerate(batch) if source in self._inputs_of(i.entry.name)
-            ]
-            boxes = [(source.entry(batch[n][0].entry.name), batch[n][1]) for n in numbers]
+            names = [item.entry.name for item, _ in batch]
+            numbers = [n for n, name in enumerate(names) if source in self._inputs_of(name)]
+            boxes = [(source.entry(names[n]), batch[n][1]) for n in numbers]
             buffers = read_boxes(source.view, boxes, self._reading, self._inputs)
             for number, read in zip(numbers, buffers, strict=True):
                 inputs[number].append(read)

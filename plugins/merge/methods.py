@@ -243,7 +243,7 @@ class Search(Method):
         if not callable(self.score):
             raise TypeError("score must be a function of a checkpoint")
         Method.__post_init__(self)
-        if isinstance(self.trials, bool) or not isinstance(self.trials, int) or self.trials < 1:
+        if type(self.trials) is not int or self.trials < 1:
             raise ValueError(f"trials={self.trials!r} must be an integer, at least 1")
         _check_range("low", self.low, -math.inf, math.inf)
         _check_range("high", self.high, self.low, math.inf)
@@ -273,17 +273,7 @@ class Search(Method):
 MethodName = Literal[
     "mean", "weighted", "metric", "step", "ema", "slerp", "task_arithmetic", "ties", "dare"
 ]
-METHODS: tuple[type[Method], ...] = (
-    Mean,
-    Weighted,
-    ByMetric,
-    ByStep,
-    Ema,
-    Slerp,
-    TaskArithmetic,
-    Ties,
-    Dare,
-)
+METHODS = (Mean, Weighted, ByMetric, ByStep, Ema, Slerp, TaskArithmetic, Ties, Dare)
 
 
 def method_of(how: MethodName | Method, parameters: Mapping[str, Any] | None = None) -> Method:
@@ -298,10 +288,10 @@ def method_of(how: MethodName | Method, parameters: Mapping[str, Any] | None = N
     """
     if isinstance(how, Method):
         return how
-    method = {kind.name: kind for kind in METHODS}.get(how) if isinstance(how, str) else None
+    methods: dict[str, type[Method]] = {kind.name: kind for kind in METHODS}
+    method = methods.get(how) if isinstance(how, str) else None
     if method is None:
-        names = ", ".join(kind.name for kind in METHODS)
-        raise ValueError(f"how={how!r} is no method; methods are {names}")
+        raise ValueError(f"how={how!r} is no method; methods are {', '.join(methods)}")
     has = [field.name for field in fields(method)]
     unknown = sorted(set(parameters or {}) - set(has))
     if unknown:
@@ -416,6 +406,5 @@ def slerp_weights(
     if length == 0 or abs(product / length) > _PARALLEL:
         return (1 - t, t), True
     angle = math.acos(product / length)
-    return (math.sin((1 - t) * angle) / math.sin(angle), math.sin(t * angle) / math.sin(angle)), (
-        False
-    )
+    weights = math.sin((1 - t) * angle) / math.sin(angle), math.sin(t * angle) / math.sin(angle)
+    return weights, False

@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from unickpt import Checkpoint
@@ -171,7 +172,7 @@ class TrialLog:
             return
         first = json.dumps(about, sort_keys=True)
         try:
-            text = _read(path)
+            text = Path(path).read_text("utf-8") if os.path.exists(path) else ""
             lines = text.split("\n")[:-1]  # a line without an end was not written whole
             if lines and lines[0] != first:
                 raise MergeError(
@@ -205,14 +206,6 @@ class TrialLog:
             file.write(line + "\n")
             file.flush()
             os.fsync(file.fileno())
-
-
-def _read(path: str) -> str:
-    try:
-        with open(path, encoding="utf-8") as file:
-            return file.read()
-    except FileNotFoundError:
-        return ""
 
 
 @dataclass(frozen=True)
@@ -344,11 +337,9 @@ def on_all(group: Group, work: Callable[[], Any]) -> list[Any]:
         output = work()
     except Exception as raised:
         error = raised
-    message = {
-        "found": output,
-        "error": "" if error is None else f"{type(error).__name__}: {error}",
-    }
-    everyone = [json.loads(said) for said in all_gather_bytes(group, json.dumps(message).encode())]
+    failure = "" if error is None else f"{type(error).__name__}: {error}"
+    message = json.dumps({"found": output, "error": failure}).encode()
+    everyone = [json.loads(said) for said in all_gather_bytes(group, message)]
     if error is not None:
         raise error
     for process, said in enumerate(everyone):
@@ -405,11 +396,11 @@ class _Trying:
         if ONLY in better:
             best = trials[front[0]]
             return BestWeights(best.weights, best.scores[ONLY])
-        choose = self._method.choose
-        chosen = balanced(trials, better, front) if choose is None else front[0]
-        if choose is not None:
+        if self._method.choose is None:
+            chosen = balanced(trials, better, front)
+        else:
             candidates = [trials[number] for number in front]
-            chosen = front[candidates.index(choose(candidates))]
+            chosen = front[candidates.index(self._method.choose(candidates))]
         all_trials = Trials(self._urls, better, tuple(trials), chosen)
         return BestWeights(trials[chosen].weights, None, all_trials)
 
@@ -439,9 +430,8 @@ class _Trying:
 
     def order(self, mine: dict[str, Any]) -> dict[str, Any]:
         """What process 0 says is next: weights to try; all trials at the end; or its error."""
-        instruction: dict[str, Any] = json.loads(
-            all_gather_bytes(self._group, json.dumps(mine).encode())[0]
-        )
+        orders = all_gather_bytes(self._group, json.dumps(mine).encode())
+        instruction: dict[str, Any] = json.loads(orders[0])
         return instruction
 
     def _try(self, weights: SourceWeights) -> None:

@@ -118,9 +118,9 @@ class MergePlan:
             {**_source_record(source), "weight": weight}
             for source, weight in zip(self.sources, self.weights, strict=True)
         ]
-        record = {"method": self.method.name, "parameters": self.method.parameters}
         return {
-            **record,
+            "method": self.method.name,
+            "parameters": self.method.parameters,
             "sources": sources,
             **({} if self.base is None else {"base": _source_record(self.base)}),
             **({} if self.score is None else {"score": self.score}),
@@ -186,20 +186,21 @@ def plan_merge(request: MergeRequest) -> MergePlan:
     sources = tuple(_source(source, r) for source, r in zip(inputs, rules, strict=False))
     base = None if request.base is None else _source(request.base, rules[-1])
     facts = [source.facts for source in sources]
-    plan = MergePlan(
-        request.method, sources, base, weights_of(request.method, facts, request.weights)
-    )
+    weights = weights_of(request.method, facts, request.weights)
+    plan = MergePlan(request.method, sources, base, weights)
     _check(plan)
     options = LoadOptions(budget_bytes=MemoryBudget(request.budget_bytes, "process"))
     for source in plan.inputs:
         if isinstance(source.view, RuledView):
             source.view.check(options)
-    return replace(
-        plan,
-        from_last=_from_last(plan, request.integers, options),
-        values_differ=tuple(_values_that_differ(sources)),
-        dtypes_differ=tuple(_dtypes_that_differ(plan)),
+    from_last = _from_last(plan, request.integers, options)
+    differ = tuple(
+        name
+        for name, entry in plan.last.view.index.arrays.items()
+        if any(other.entry(name).dtype != entry.dtype for other in plan.inputs)
     )
+    values_differ = tuple(_values_that_differ(sources))
+    return replace(plan, from_last=from_last, values_differ=values_differ, dtypes_differ=differ)
 
 
 # --- opening --------------------------------------------------------------------------------------
@@ -247,20 +248,13 @@ def _source(source: Source, rules: Rules | None) -> MergeSource:
     reserved = stored.index.metadata.get(RESERVED_METADATA)
     recorded = reserved if isinstance(reserved, Mapping) else {}
     step, metrics = recorded.get("step"), recorded.get("metrics")
-    if type(step) is not int:
-        step = None
-    numbers = {n: _number(v) for n, v in metrics.items()} if isinstance(metrics, Mapping) else {}
-    known_metrics = {name: value for name, value in numbers.items() if value is not None}
-    return MergeSource(
-        convertible(stored, rules, None), SourceFacts(stored.location.url, step, known_metrics)
-    )
-
-
-def _number(stored: Any) -> float | None:
-    """A metric as it is stored: a number, or the text of one that JSON lacks."""
-    if type(stored) in (int, float) or stored in ("nan", "inf", "-inf"):
-        return float(stored)
-    return None
+    known_metrics = {
+        name: float(value)
+        for name, value in (metrics.items() if isinstance(metrics, Mapping) else ())
+        if type(value) in (int, float) or value in ("nan", "inf", "-inf")  # which JSON lacks
+    }
+    facts = SourceFacts(stored.location.url, step if type(step) is int else None, known_metrics)
+    return MergeSource(convertible(stored, rules, None), facts)
 
 
 # --- comparing ------------------------------------------------------------------------------------
@@ -282,16 +276,9 @@ def _check(plan: MergePlan) -> None:
         ]
     if rows:
         more = [f"  and {len(rows) - _MOST_ROWS} more"] if len(rows) > _MOST_ROWS else []
-        raise MergeError(
-            "\n".join(
-                [
-                    f"the sources do not fit together (compared with the last, {plan.last.url}):",
-                    *rows[:_MOST_ROWS],
-                    *more,
-                    "rules= map names and axes, and drop what should not be merged",
-                ]
-            )
-        )
+        head = f"the sources do not fit together (compared with the last, {plan.last.url}):"
+        advice = "rules= map names and axes, and drop what should not be merged"
+        raise MergeError("\n".join([head, *rows[:_MOST_ROWS], *more, advice]))
 
 
 def _rows(plan: MergePlan, other: MergeSource) -> Iterator[str]:
@@ -305,11 +292,9 @@ def _rows(plan: MergePlan, other: MergeSource) -> Iterator[str]:
             yield f"  {name!r}: {mine[name].dtype_and_shape}; {has} in {other.url}"
         elif name not in mine:
             yield f"  {name!r}: only in {other.url}"
-        elif _differs(mine[name], their_entries[name]):
-            yield (
-                f"  {name!r}: {mine[name].dtype_and_shape}; "
-                f"{their_entries[name].dtype_and_shape} in {other.url}"
-            )
+        elif _kind_and_shape(mine[name]) != _kind_and_shape(their_entries[name]):
+            has = their_entries[name].dtype_and_shape
+            yield f"  {name!r}: {mine[name].dtype_and_shape}; {has} in {other.url}"
     for alias, target in ours.aliases.items():
         pair = their_entries.get(alias), their_entries.get(target)
         if pair[0] is not None and pair[1] is not None and pair[0].name != pair[1].name:
@@ -327,18 +312,12 @@ def _rows(plan: MergePlan, other: MergeSource) -> Iterator[str]:
             yield f"  {name!r}: converted with other arithmetic in {other.url}"
 
 
-def _differs(first: ArrayEntry, second: ArrayEntry) -> bool:
-    return first.shape != second.shape or _kind(first) != _kind(second)
+def _kind_and_shape(entry: ArrayEntry) -> tuple[str, tuple[int, ...]]:
+    return _kind(entry), entry.shape
 
 
 def _kind(entry: ArrayEntry) -> str:
     return "key" if entry.prng is not None else dtype_kind(dtype_from_name(entry.dtype))
-
-
-def _dtypes_that_differ(plan: MergePlan) -> Iterator[str]:
-    for name, entry in plan.last.view.index.arrays.items():
-        if any(other.entry(name).dtype != entry.dtype for other in plan.inputs):
-            yield name
 
 
 def _values_that_differ(sources: Sequence[MergeSource]) -> Iterator[str]:

@@ -124,10 +124,8 @@ def _report(path: Source, notify: Callable[[int, int], None]) -> NonfiniteReport
         if bad.any():
             counts[entry.name] += int(np.isnan(data).sum()), int(np.isinf(data).sum())
             place = np.unravel_index(int(bad.argmax()), bad.shape)
-            index = tuple(
-                int(start + offset) for start, offset in zip(box.start, place, strict=True)
-            )
-            first.setdefault(entry.name, index)
+            index = (int(a + b) for a, b in zip(box.start, place, strict=True))
+            first.setdefault(entry.name, tuple(index))
         done += data.nbytes
         notify(done, total)
     arrays = []

@@ -32,9 +32,9 @@ def check(patterns: QuantizePatterns) -> None:
         if isinstance(codes, Restores):
             continue
         if codes is not None and codes not in kinds.NAMES:
+            names = ", ".join(kinds.NAMES)
             raise ValueError(
-                f"quantize[{pattern!r}] is {quoted(codes)}, not one of {', '.join(kinds.NAMES)} or "
-                "None"
+                f"quantize[{pattern!r}] is {quoted(codes)}, not one of {names} or None"
             )
 
 

@@ -116,11 +116,8 @@ class Quantize(SaveFeature):
     def facts(self, entry: ArrayEntry) -> Mapping[str, Any]:
         """The codes and the errors."""
         absolute, relative = entry.extra[NAME]["errors"]
-        return {
-            **entry.settings,
-            "largest_error": absolute,
-            "largest_relative_error": relative,
-        }
+        errors = {"largest_error": absolute, "largest_relative_error": relative}
+        return {**entry.settings, **errors}
 
 
 CODEC = Quantize()

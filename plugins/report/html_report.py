@@ -21,18 +21,9 @@ from unickpt.plugins.report.metric_lines import FilePath
 from unickpt.plugins.report.page_data import collect_page_data
 
 SCRIPTS = (
-    "core",
-    "picture",
-    "table",
-    "metrics",
-    "run",
-    "timeline",
-    "heatmap",
-    "balance",
-    "treemap",
-    "arrays",
-    "main",
-)
+    "core", "picture", "table", "metrics", "run", "timeline", "heatmap", "balance", "treemap",
+    "arrays", "main",
+)  # fmt: skip
 """The parts of the page's script, in `page/`."""
 
 
@@ -94,13 +85,9 @@ def page(data: dict[str, Any]) -> str:
     parts = [(folder / f"{name}.js").read_text("utf-8") for name in SCRIPTS]
     script = f'"use strict";\n(() => {{\n{"".join(parts)}}})();\n'
     style = (folder / "page.css").read_text("utf-8")
+    hashes = {"script_hash": _hash(script), "style_hash": _hash(style)}
     return Template((folder / "page.html").read_text("utf-8")).substitute(
-        title=escape(data["title"]),
-        data=embedded(data),
-        script=script,
-        style=style,
-        script_hash=_hash(script),
-        style_hash=_hash(style),
+        hashes, title=escape(data["title"]), data=embedded(data), script=script, style=style
     )
 
 

@@ -45,11 +45,8 @@ class Series:
     @property
     def not_finite(self) -> list[int]:
         """The places of NaN and infinities."""
-        return [
-            position
-            for position, v in enumerate(self.values)
-            if v is not None and not math.isfinite(v)
-        ]
+        values = enumerate(self.values)
+        return [position for position, v in values if v is not None and not math.isfinite(v)]
 
     @property
     def broken_since(self) -> int | None:

@@ -31,7 +31,14 @@ from unickpt.extend import (
 )
 from unickpt.plugins.report.array_facts import MOST_BYTES, describe_arrays, mesh_facts
 from unickpt.plugins.report.headline import headline, share_text
-from unickpt.plugins.report.loop_cost import LoopCost, call_told, calls_of, loop_cost, waited_for
+from unickpt.plugins.report.loop_cost import (
+    LoopCost,
+    ReportedSave,
+    call_told,
+    calls_of,
+    loop_cost,
+    waited_for,
+)
 from unickpt.plugins.report.metric_lines import Lines, LoadedLine, SavedLine
 from unickpt.plugins.report.metric_series import Series, series_of
 from unickpt.plugins.report.run_facts import MOST_STEPS, RunFacts, StepFacts
@@ -99,11 +106,9 @@ def _cost(run: RunFacts, saves: Mapping[str, Sequence[SavedLine]]) -> LoopCost |
     if not run.is_run:
         return None
     line_by_step = {step.name: _line_of_save(step, saves.get(step.name, ())) for step in run.steps}
-    calls = [
-        call
-        for step in run.steps
-        for call in calls_of(step, line_by_step[step.name], _time(step.created))
-    ]
+    calls = list[ReportedSave]()
+    for step in run.steps:
+        calls += calls_of(step, line_by_step[step.name], _time(step.created))
     calls += [
         call_told(line)
         for name, step_lines in saves.items()
@@ -133,8 +138,7 @@ def _of_this(
     for line in lines.saves:
         name = _name_in(run, line.url)
         if name is None:
-            folder = line.url.rstrip("/").rpartition("/")[0]
-            folders[folder] += 1
+            folders[line.url.rstrip("/").rpartition("/")[0]] += 1
         else:
             saves.setdefault(name, []).append(line)
     loads = [line for line in lines.loads if _name_in(run, line.url) is not None]
@@ -147,11 +151,7 @@ def _of_this(
         (lines.left_out, "older load is", "older loads are", "left out"),
         (lines.unread, "line", "lines", "of the files of metrics could not be understood"),
     ]
-    notes = [
-        f"{counted(count, singular, many)} {what}"
-        for count, singular, many, what in counts
-        if count
-    ]
+    notes = [f"{counted(n, singular, many)} {what}" for n, singular, many, what in counts if n]
     return saves, loads, notes
 
 
@@ -252,13 +252,12 @@ def _details(run: RunFacts, path: PathLike) -> tuple[list[dict[str, Any]], dict[
             arrays = {"of": name, **array_facts}
         if detail is None:
             continue
-        used = _timing_size(detail[0])
+        timing, meshes = detail
+        used = timing.processes * (len(SAVE_PHASES) + 4)  # about how many numbers its columns have
         if details and used > left:
             break
         left -= used
-        details.append(
-            {"id": number, "name": name, **_timing_columns(detail[0]), "meshes": detail[1]}
-        )
+        details.append({"id": number, "name": name, **_timing_columns(timing), "meshes": meshes})
     return details, arrays
 
 
@@ -291,18 +290,12 @@ def _left(search: OrphanSearch | None) -> list[dict[str, Any]]:
         "may be under way": search.under_way,
         "of unknown age": search.unknown,
     }
-    rows = [
-        {
-            "name": shown_text(orphan.name),
-            "what": what,
-            "kind": orphan.kind,
-            "files": orphan.files,
-            "bytes": orphan.nbytes,
-        }
-        for what, orphans in kinds.items()
-        for orphan in orphans
+    rows = [(what, orphan) for what, orphans in kinds.items() for orphan in orphans]
+    return [
+        {"name": shown_text(x.name), "what": what}
+        | {"kind": x.kind, "files": x.files, "bytes": x.nbytes}
+        for what, x in rows[:_MOST_REMNANTS]
     ]
-    return rows[:_MOST_REMNANTS]
 
 
 def _load(line: LoadedLine) -> dict[str, Any]:
@@ -353,8 +346,3 @@ def _timing_columns(timing: Timing) -> dict[str, Any]:
         "merged": round(timing.merged * unit),
         **{name: column.tolist() for name, column in columns.items() if column.any()},
     }
-
-
-def _timing_size(timing: Timing) -> int:
-    """About how many numbers its columns have."""
-    return timing.processes * (len(SAVE_PHASES) + 4)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 
@@ -128,13 +129,11 @@ def look(path: PathLike) -> RunFacts:
     """
     listed = _listed(path)
     if listed is None:
-        step = reading_checkpoint(
-            path, lambda checkpoint: (checkpoint.url, facts_of(".", "", checkpoint))
-        )
-        return RunFacts(step[0], False, [step[1]])
+        url, step = reading_checkpoint(path, lambda stored: (stored.url, facts_of(".", "", stored)))
+        return RunFacts(url, False, [step])
     with ThreadPoolExecutor(_OPEN_AT_ONCE) as pool:
         facts = pool.map(_step, listed[-MOST_STEPS:])
-        steps = [step for step in facts if step is not None]
+        steps = [fact for fact in facts if fact is not None]
     url = resolve_path(path, whole=True).url
     older_names = frozenset(entry.name for entry in listed[:-MOST_STEPS])
     return RunFacts(url, True, steps, older_names, find_orphans(path), bytes_on_disk(path))
@@ -176,9 +175,7 @@ def _listed(path: PathLike) -> list[Listed] | None:
 def _step(listed: Listed) -> StepFacts | None:
     """The facts of a checkpoint; None if it was removed meanwhile."""
     try:
-        return reading_checkpoint(
-            listed.path, lambda checkpoint: facts_of(listed.name, listed.path, checkpoint)
-        )
+        return reading_checkpoint(listed.path, partial(facts_of, listed.name, listed.path))
     except CheckpointNotFound:
         return None
     except UnickptError as error:

@@ -77,18 +77,16 @@ def _events(save: Mapping[str, Any], begin: int) -> Iterator[Event]:
             return {"name": name, "ph": "X", "ts": begin + start, "dur": end - start, **where}
 
         starts = [began[process] + column[process] for column, _ in phases.values()]
-        ends = [
-            start + took[process] for start, (_, took) in zip(starts, phases.values(), strict=True)
-        ]
+        took = [seconds[process] for _, seconds in phases.values()]
+        ends = [start + lasted for start, lasted in zip(starts, took, strict=True)]
         end = max(done[process], *ends)
         every = {**sizes, "blocked_us": blocked[process]}
         yield event("save", min(began[process], *starts), end, every)
         for number, phase in enumerate(SAVE_PHASES):
             if ends[number] > starts[number]:
                 # Rounded times must not overlap: viewers would draw one phase within another.
-                limit = min(
-                    [start for start in starts[number + 1 :] if start > starts[number]] or [end]
-                )
+                later = (start for start in starts[number + 1 :] if start > starts[number])
+                limit = min(later, default=end)
                 nbytes = {"bytes": sizes[_PHASE_BYTES[phase]]} if phase in _PHASE_BYTES else {}
                 yield event(phase, starts[number], min(ends[number], limit), nbytes)
         if last > end:

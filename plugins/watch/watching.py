@@ -126,11 +126,11 @@ class Watch:
         with reading(location):
             # In this order: what is committed meanwhile is found in both, and is committed.
             attempts = _attempts(location, context)
-            listed = self._listed(location)
+            listed = self._listed()
             under_way = [
                 save
                 for name, names in attempts.items()
-                for save in self._under_way(location, name, names, name in listed, context)
+                for save in self._under_way(name, names, name in listed, context)
             ]
             newest = list(listed.values())[-self.most :] if self.most else []
             committed = [self._committed(entry) for entry in newest]
@@ -138,7 +138,7 @@ class Watch:
         self._signs = {key: signs for key, signs in self._signs.items() if key in now}
         return Look(committed, sorted(under_way, key=lambda save: natural_key(save.name)))
 
-    def _listed(self, location: Location) -> dict[str, Listed]:
+    def _listed(self) -> dict[str, Listed]:
         try:
             return {listed.name: listed for listed in checkpoints_below(self._location)}
         except CheckpointNotFound:
@@ -159,14 +159,9 @@ class Watch:
         return facts
 
     def _under_way(
-        self,
-        location: Location,
-        name: str,
-        attempts: Iterable[str],
-        is_committed: bool,
-        context: ts.Context,
+        self, name: str, attempts: Iterable[str], is_committed: bool, context: ts.Context
     ) -> Iterable[UnderWay]:
-        folder = location if name == "." else location.child(name)
+        folder = self._location if name == "." else self._location.child(name)
         names = set(attempts)
         if is_committed and names:
             version = version_at(folder)
@@ -189,9 +184,8 @@ def _attempts(location: Location, context: ts.Context) -> dict[str, set[str]]:
     """The attempts in the folder of each checkpoint, committed or not."""
     folders = folders_below(location, ATTEMPTS_FOLDER, context)
     folders["."] = set(location.child(ATTEMPTS_FOLDER).folders(context))
-    return {
-        name: attempts for name, attempts in folders.items() if attempts and name != ATTEMPTS_FOLDER
-    }
+    folders.pop(ATTEMPTS_FOLDER, None)
+    return {name: attempts for name, attempts in folders.items() if attempts}
 
 
 def _opened(listed: Listed) -> CommittedStep:
@@ -214,7 +208,9 @@ def _attempt(folder: Location, name: str, attempt: str, context: ts.Context) -> 
         return None
     done, failed = _matching(_RECORD, keys), _matching(_ERROR, keys)
     begun, reporters = _matching(_OF_PROCESS, keys), _matching(_REPORT, keys)
-    reports = _read(folder, reporters, done, context)
+    # First of those that are not done, if there are too many.
+    first = sorted(reporters, key=lambda process: (process in done, process))[:_MOST_READ]
+    reports = progress_reports.read(folder.child("records").store(context), first)
     counts = [report.processes for report in reports.values()]
     last = max([*counts, *(p + 1 for p in done | failed | begun | reporters)], default=0)
     processes = min(last, _MOST_PROCESSES)
@@ -247,11 +243,3 @@ def _matching(pattern: re.Pattern[str], keys: Iterable[str]) -> set[int]:
     matches = (pattern.match(key) for key in keys)
     processes = {int(match[1]) for match in matches if match}
     return {process for process in processes if process < _MOST_PROCESSES}
-
-
-def _read(
-    folder: Location, reporters: set[int], done: set[int], context: ts.Context
-) -> dict[int, progress_reports.Report]:
-    """Their reports; first of those that are not done, if there are too many."""
-    first = sorted(reporters, key=lambda process: (process in done, process))[:_MOST_READ]
-    return progress_reports.read(folder.child("records").store(context), first)
