@@ -253,7 +253,7 @@ def _unequal(
         ours: the view.
         written: has the copies.
         names: of the copies, by those of the view's arrays or aliases.
-        casts: the dtypes of the copies of arrays that were cast, by the names of the view's.
+        plan: of the copies, with the casts.
         options: see `LoadOptions`; `budget_bytes` bounds the memory for both.
 
     Returns:

@@ -72,7 +72,7 @@ def read_parent(reader: OcdbtReader, candidate: Candidate, chunk: KnownChunk, ou
 
     Arguments:
         reader: of the base.
-        entry, part, number: which chunk.
+        candidate: which chunk.
         chunk: what the writer knows of it.
         out: contiguous memory for its elements, or for what its codec stores.
 

@@ -98,8 +98,8 @@ class _Drafted:
             return
         self._equal_arrays()
         for is_left in (True, False):
-            others = self._open[not is_left].values()
-            least = min((math.prod(fact.shape) for fact in others), default=0)
+            opposite = self._open[not is_left].values()
+            least = min((math.prod(fact.shape) for fact in opposite), default=0)
             for name, fact in list(self._open[is_left].items()):
                 if fact.shape and math.prod(fact.shape) > least:
                     self._parts(is_left, name)
@@ -131,8 +131,8 @@ class _Drafted:
             terms = terms[:1]
         first = self._of_orders(left, [(right, candidates[0]) for right, candidates in terms])
         right, candidates = terms[0]
-        others = [self._of_orders(left, [(right, order)]) for order in candidates[1:]]
-        self._add([first, *others], [left], [right for right, _ in terms])
+        permuted = [self._of_orders(left, [(right, order)]) for order in candidates[1:]]
+        self._add([first, *permuted], [left], [right for right, _ in terms])
 
     def _of_orders(self, left: str, rights: Sequence[tuple[str, Order]]) -> Written:
         """A rule of one array and the names of the other side's."""
