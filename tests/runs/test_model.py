@@ -241,7 +241,7 @@ class Runs(RuleBasedStateMachine):
         self.saved[saved.step] = saved
         self.must.add(saved.step)
         there = self.must if self.has_links else set(self.saved)
-        self.must &= self.options.steps_by_rule({step: self.saved[step].loss for step in there})
+        self.must &= self.options.kept({step: self.saved[step].loss for step in there})
 
     # --- training --------------------------------------------------------------------------------
 
