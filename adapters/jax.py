@@ -111,7 +111,7 @@ def _viewed(leaf: Any) -> Read | None:
     """A function that reads an array on one device, as most are that are saved in thousands."""
     if type(leaf.sharding) is not SingleDeviceSharding:
         return None
-    # NumPy asks for the memory of arrays of its own dtypes; others it asks for a copy, which JAX
+    # NumPy takes the memory of arrays of its own dtypes; of others it requests a copy, which JAX
     # might keep in the array.
     array = np.asarray(leaf if leaf.dtype.isbuiltin == 1 else leaf.addressable_data(0))
     return lambda box, make_buffer: array[box.slices]
@@ -226,7 +226,7 @@ def _check_source(leaf: Any, group: Group) -> None:
         )
     owners = () if leaf.addressable_shards else {_process(d) for d in leaf.sharding.device_set}
     if len(owners) == 1:
-        # To that process it looks like a replica, of which each process writes a share.
+        # To that process it looks like a replica; each process writes a share of it.
         raise TypeError(
             f"the array is on devices of process {min(owners)} only; leave it out of the "
             "trees of the other processes"
@@ -396,7 +396,7 @@ def _wanted_sharding(leaf: Any) -> Sharding | None:
 
 def _device_layout(leaf: Any) -> Any:
     """How devices keep the elements of an array, as `jax.experimental.layout` says it; None for
-    what has no such layout, and with JAX before 0.7."""
+    arrays without such a layout, and with JAX before 0.7."""
     return getattr(getattr(leaf, "format", None), "layout", None)
 
 

@@ -16,7 +16,7 @@ def unchecked() -> AbstractContextManager[None]:
     """In this thread, JAX neither looks for NaNs and infinities nor refuses transfers.
 
     `jax_debug_nans`, `jax_debug_infs` and `jax_transfer_guard` find mistakes in a training step.
-    Stored arrays may hold NaNs, and to transfer arrays is what a save or load is for.
+    Stored arrays may hold NaNs, and saves and loads have to transfer arrays.
     """
     # To enter three contexts takes a third as long as to make a small array.
     if any(getattr(jax.config, name) not in (False, None, "allow") for name in _SETTINGS):

@@ -1,8 +1,8 @@
 """JAX: copies from accelerators to page-locked host memory, which the devices make by themselves.
 
-XLA runs such a transfer behind the work that is queued, and before anything that is given the
-memory of a donated array: so its caller need not wait, and may donate the array at once. A copy
-that NumPy asks for waits, and goes to memory that is not page-locked: on an H100, 1.6 GB/s.
+XLA runs such a transfer after the queued work, and before any computation that gets the memory of a
+donated array: so its caller need not wait, and may donate the array at once. A copy that NumPy
+requests waits, and goes to memory that is not page-locked: on an H100, 1.6 GB/s.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _PINNED = "pinned_host"
 _MOST_BYTES = int(os.environ.get("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", 64)) << 28
 """A quarter of the page-locked memory that XLA has; the program may need the rest."""
 _PART_PASSING = 8
-"""So much of it is for what only passes through: transfers hold theirs until the save ends."""
+"""So much of it is for temporary copies: transfers hold theirs until the save ends."""
 
 Gather = Callable[[Mapping[Box, Any], Box, Callable[[], Array]], Array]
 
@@ -84,7 +84,7 @@ def transfer(gather: Gather, pieces: Mapping[Box, Any], boxes: Sequence[Box]) ->
 
     Arguments:
         gather: host memory of a box that pieces in host memory cover.
-        pieces: what devices of this process hold, by its box.
+        pieces: the data of this process's devices, by box.
         boxes: no element is in two of them, and the pieces cover all of them.
 
     Returns:
@@ -135,14 +135,14 @@ def _copied(data: Any, box: Box, make_buffer: Callable[[], Array]) -> Array:
 
 def _cut(data: Any, box: Box) -> Any:
     """A box of an array, cut out on the device."""
-    # Not `data[box.slices]`: JAX would compile that anew for each position.
+    # Not `data[box.slices]`: JAX would compile that again for each position.
     return jax.lax.dynamic_slice(data, [np.int32(start) for start in box.start], box.shape)
 
 
 @lru_cache(maxsize=4096)
 def _on_host(sharding: Sharding) -> Sharding | None:
-    """As a sharding, in page-locked memory; None if what it has is in another than the device's
-    memory already, or there is none."""
+    """The sharding in page-locked memory; None if it uses another memory than the device's already,
+    or there is none."""
     devices: set[Any] = set(sharding.device_set)
     for device in devices:
         if sharding.memory_kind not in (None, device.default_memory().kind):

@@ -201,8 +201,8 @@ def _local_part(leaf: Any) -> torch.Tensor:
 
 
 class _TensorMemory:
-    """A tensor with its own memory, and what torch says of it: asked for once, because that takes
-    most of the time in which a small tensor is described.
+    """A tensor with its own memory, and torch's facts about it: read once, because that takes most
+    of the time of describing a small tensor.
 
     Arguments:
         tensor: from `_memory`.
@@ -221,7 +221,7 @@ class _TensorMemory:
         self.then = nullcontext if self.on_host else stream_after_training(tensor.device)
 
     def check(self) -> None:
-        """Checks that its memory is still what it was.
+        """Checks that its memory is still the same.
 
         Raises:
             StateChanged: it is not.
@@ -389,8 +389,8 @@ class TorchTarget:
         self._inspect(_TensorMemory(self._local))
 
     def _inspect(self, tensor_memory: _TensorMemory) -> None:
-        """Asks torch about the memory; before threads read, because each such question releases the
-        GIL, for which they compete."""
+        """Queries torch about the memory, before threads read: each query releases the GIL, which
+        threads compete for."""
         self._local = local = tensor_memory.tensor
         self._in_place = tensor_memory.as_is and local.is_contiguous()
         self._is_inference = local.is_inference()

@@ -215,7 +215,7 @@ class _StoreCounters:
         self._store.set(key, "")
 
     def wait(self, key: str, seconds: float) -> None:
-        with suppress(RuntimeError):  # too late, or the store is gone: what follows reports that
+        with suppress(RuntimeError):  # too late, or the store is gone: later calls report that
             self._store.wait([key], timedelta(seconds=seconds))
 
 
@@ -223,8 +223,8 @@ _SESSION_KEY = "unickpt/session/{}"
 
 
 def _store(process_group: Any) -> Any:
-    """The key-value store of a process group, in which all keys begin with the group's name, so
-    that groups do not meet; torch has no public name for it."""
+    """The key-value store of a process group. All keys begin with the group's name, so groups do
+    not collide. torch has no public name for it."""
     return dist.distributed_c10d._get_process_group_store(process_group)
 
 
@@ -252,18 +252,18 @@ TO_NUMPY: dict[torch.dtype, dtypes.DType] = {
 
 
 def is_dtensor(leaf: object) -> bool:
-    # Whoever has a DTensor has imported the module; to import it takes half a second.
+    # A DTensor exists only after an import of the module, which takes half a second.
     module = sys.modules.get("torch.distributed.tensor")
     kind = getattr(module, "DTensor", None)
     return kind is not None and isinstance(leaf, kind)
 
 
 class LocalShard(NamedTuple):
-    """What a rank holds of a DTensor.
+    """The shard of a DTensor on a rank.
 
     Arguments:
         layout: of the global array.
-        box: what this rank holds, which may be empty; None if it is not in the mesh.
+        box: of this rank, which may be empty; None if it is not in the mesh.
         replicas: the processes that hold the same box, ascending.
     """
 
@@ -273,7 +273,7 @@ class LocalShard(NamedTuple):
 
 
 def local_shard_of(leaf: Any, members: Members | None = None) -> LocalShard:
-    """What this rank holds of a DTensor.
+    """The shard of a DTensor on this rank.
 
     Arguments:
         leaf: the DTensor.
@@ -316,7 +316,7 @@ class TensorPart(torch.Tensor):
 
     Attributes:
         whole: shape of the global array.
-        shard: what this rank holds of that; None if all.
+        shard: of this rank; None if it holds all.
         kind: the type of device on which it is made, if it is on the meta device.
     """
 
@@ -343,12 +343,12 @@ class TensorPart(torch.Tensor):
 
 @dataclass(frozen=True, eq=False)
 class PlacedTensor:
-    """A tensor that consists of tensors, and what it is a part of.
+    """A tensor that consists of tensors, and the global array that it is a part of.
 
     Arguments:
-        local: what this rank has.
+        local: the tensor of this rank.
         shape: of the global array.
-        shard: what this rank holds of that; None if all.
+        shard: of this rank; None if it holds all.
         kind: as of `TensorPart`.
     """
 
@@ -372,7 +372,7 @@ def check_ranks(group: Group, what: str) -> None:
 
 
 def shard_of(leaf: Any) -> LocalShard | None:
-    """What this rank holds of a tensor that is distributed; None for others.
+    """The shard of a distributed tensor on this rank; None for others.
 
     Raises:
         TypeError: the placements of a DTensor give no box.
@@ -400,7 +400,8 @@ def shard_saving(leaf: Any, group: Group) -> LocalShard | None:
 
 
 def sharding_of(leaf: Any) -> tuple[Any, ...]:
-    """What determines how a DTensor is sharded: all of its global shape, mesh and placements."""
+    """The properties that determine the sharding of a DTensor: its global shape, mesh and
+    placements."""
     placements = tuple(leaf.placements)
     # Since torch 2.10 plain Shards may be applied in another order, which only the spec records.
     shard_order = tuple(getattr(leaf._spec, "shard_order", None) or ())

@@ -25,7 +25,7 @@ def with_extra_states(
 ) -> dict[str, Any]:
     """The state of a module to load into, with extra states of the structure that is stored.
 
-    Only the module knows which structure fits: torch passes to `set_extra_state` what was saved.
+    Only the module knows which structure fits: torch passes the saved value to `set_extra_state`.
 
     Arguments:
         state: the `state_dict`.
@@ -46,11 +46,11 @@ def with_extra_states(
 
 
 def _made(value: Any, node: Node | Leaf, stored: StoredTree) -> Any:
-    """What an extra state, or a part of it, is to hold.
+    """The value to load into an extra state, or a part of it.
 
     Arguments:
-        value: what it holds in the fresh module; None if nothing.
-        node: what is stored.
+        value: its value in the fresh module; None if nothing.
+        node: the stored structure.
         stored: the checkpoint.
     """
     if isinstance(node, Leaf):

@@ -72,7 +72,7 @@ def fresh_state(
         it keeps them, they are to be left out.
 
     Raises:
-        UnsupportedLeaf: what is stored cannot be made.
+        UnsupportedLeaf: the stored state cannot be made.
     """
     params = [p.detach() for group in optimizer.param_groups for p in group["params"]]
     if any(p.is_meta for p in params):
@@ -92,7 +92,7 @@ def fresh_state(
     moments = _slots_like_parameters(optimizer)
     for key, slots in slots_of.items():
         number = places.get(key)
-        # Some optimizers make an empty state when they are asked for one.
+        # Some optimizers make an empty state when it is looked up.
         if number is None or (present.get(number) and _is_alike(present[number], slots, stored)):
             continue
         make = partial(_fresh_slot, params[number])
@@ -111,7 +111,7 @@ def fresh_slots(
     """The slots of one parameter.
 
     Arguments:
-        make: makes what a slot, or a place in it, is to hold, of its key and what is stored.
+        make: makes the value of a slot, or of a place in it, from its key and the stored value.
         slots: the stored ones.
         name: of the parameter's state.
         stored: the checkpoint.
@@ -207,7 +207,7 @@ def _has_structure(value: Any, node: Node | Leaf, stored: StoredTree) -> bool:
         is_array = hasattr(stored.get(node.name), "shape")
         return is_array is isinstance(value, torch.Tensor) or node.name not in stored
     if node.kind not in _NESTED:
-        return True  # what cannot be made stays as it is
+        return True  # state that cannot be made stays unchanged
     if node.kind in ("dict", "ordereddict"):
         has_keys = isinstance(value, dict) and list(value) == list(node.keys)
         children = [value[key] for key in node.keys] if has_keys else None
@@ -222,7 +222,7 @@ def _has_structure(value: Any, node: Node | Leaf, stored: StoredTree) -> bool:
 def _fresh(
     make: Callable[[str, Any], Any], slot: str, node: Node | Leaf, within: str, stored: StoredTree
 ) -> Any:
-    """What a slot is to hold; `_NONE` if nothing of it is loaded.
+    """The value to load into a slot; `_NONE` if nothing of it is loaded.
 
     Raises:
         UnsupportedLeaf: it cannot be made.
@@ -312,8 +312,8 @@ def _misfit_slot(param: torch.Tensor, slot: str, entry: Any) -> Any:
 
 
 def undo_casts(optimizer: torch.optim.Optimizer, loaded: Mapping[Any, Any]) -> None:
-    """Restores what `Optimizer.load_state_dict` cast to the dtype of the parameter, and texts,
-    which it takes apart."""
+    """Restores values that `Optimizer.load_state_dict` cast to the dtype of the parameter, and
+    texts, which it takes apart."""
     params = [p for group in optimizer.param_groups for p in group["params"]]
     for number, slots in loaded.items():
         state = optimizer.state.get(params[number], {}) if number in range(len(params)) else {}

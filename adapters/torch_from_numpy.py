@@ -22,6 +22,6 @@ def as_torch(array: Array, dtype: torch.dtype) -> torch.Tensor:
 
 
 def from_numpy(array: Array) -> Any:
-    """A tensor of an array's memory; an array of a dtype that torch lacks stays what it is."""
+    """A tensor of an array's memory; an array of a dtype that torch lacks is returned unchanged."""
     dtype = FROM_NUMPY.get(array.dtype)
     return array if dtype is None else as_torch(array, dtype)

@@ -120,8 +120,8 @@ def _ranks(leaf: Any) -> tuple[int, ...]:
 def _places(leaf: Any) -> tuple[Layout | None, dict[Box, tuple[int, ...]]]:
     """The layout of a `ShardedTensor`, and who holds each box of it, as far as this rank knows.
 
-    Its metadata tells the boxes of the ranks of its process group. With hybrid sharding several
-    groups hold the same array, and know nothing of each other: a layout says the same for each.
+    Its metadata has the boxes of the ranks of its process group. With hybrid sharding several
+    groups hold the same array, and do not know each other: a layout describes each the same way.
     Without one, if shards are not equal pieces of a dimension, a single group holds the array.
     """
     shards = []
@@ -163,7 +163,7 @@ def expand_flattened(
         obj: a `NamedOptimizer`.
         optimizer: its innermost optimizer.
         name: in the tree.
-        stored: while loading, what is stored.
+        stored: while loading, the checkpoint.
 
     Raises:
         UnsupportedLeaf: it is another object.
@@ -205,8 +205,8 @@ def expand_flattened(
 
 @contextmanager
 def _sharded(fsdp: Any, module: torch.nn.Module) -> Iterator[None]:
-    """FSDP1 gives and takes shards, whatever else it is set to: on CPUs, what torch 2.13 gives as
-    full states are several names of one buffer."""
+    """FSDP1 gives and takes shards, whatever its settings: on CPUs, the full states of torch 2.13
+    are several names of one buffer."""
     if any(part.sharding_strategy.name == "NO_SHARD" for part in fsdp.fsdp_modules(module)):
         yield  # it refuses to give shards
         return
@@ -239,7 +239,7 @@ def _fresh_state(
 
 
 def _room(param: Any, slot: str, entry: Any) -> Any:
-    """What a slot of a parameter is to hold."""
+    """The value to load into a slot of a parameter."""
     if not hasattr(entry, "shape"):
         return entry  # a plain value
     dtype = dtype_of(entry)

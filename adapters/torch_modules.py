@@ -66,7 +66,7 @@ def is_wrapped(module: torch.nn.Module) -> bool:
 
 
 def canonical_names(module: torch.nn.Module, names: Iterable[str]) -> dict[str, str]:
-    """Names of parameters, buffers or keys of a `state_dict`, without what wrappers add.
+    """Names of parameters, buffers or keys of a `state_dict`, without prefixes of wrappers.
 
     Like torch's `get_model_state_dict`, this checks the types of the modules along a name: a user's
     module that is called "module" keeps its name.
@@ -109,7 +109,7 @@ def _canonical(module: torch.nn.Module, name: str, kinds: dict[type, str]) -> st
 
 
 def expand_module(obj: torch.nn.Module, name: str, stored: StoredTree | None) -> Expansion | None:
-    """Expands modules with wrappers, under canonical names; and all modules to load into, of which
+    """Expands modules with wrappers, under canonical names; and all modules to load into, since
     some have parameters on the meta device, resize their tensors, or have an extra state.
 
     Raises:
@@ -190,14 +190,13 @@ def _resized(
     names: Mapping[str, str],
     stored: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """The state to load into, in which tensors that the module resizes when it loads have the
-    stored shapes.
+    """The state to load into; tensors that the module resizes when it loads have the stored shapes.
 
     Arguments:
         module: whose state it is.
         state: its `state_dict`.
         names: the names of the leaves by the keys of the state.
-        stored: what is stored, by name.
+        stored: the stored leaves, by name.
     """
     shapes = {
         key: shape

@@ -51,9 +51,9 @@ class NamedOptimizer:
     Rules use names, and a run with other parameters, or in another order, keeps its state.
 
     Arguments:
-        optimizer: as it is used for training.
-        module: has its parameters; `module.named_parameters()` gives their names, without
-            what wrappers (DDP, torch.compile, FSDP1, activation checkpointing) add.
+        optimizer: the one used for training.
+        module: has its parameters; `module.named_parameters()` gives their names, without prefixes
+            of wrappers (DDP, torch.compile, FSDP1, activation checkpointing).
 
     Raises:
         ValueError: the module lacks a parameter of the optimizer, or the arguments are swapped.

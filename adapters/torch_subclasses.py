@@ -1,7 +1,7 @@
 """Tensors that consist of tensors (`__tensor_flatten__`), as torchao's: stored as these, by name.
 
 `{"w": Float8Tensor}` is stored as the arrays `w/qdata` and `w/scale`, and `w/context`, plain values
-that say what else torch needs to put the tensor together. Nothing is pickled, and no class is ever
+with all else that torch needs to put the tensor together. Nothing is pickled, and no class is ever
 looked up by its name: a tensor of the same class in `like` is filled.
 """
 
@@ -31,8 +31,8 @@ from unickpt.quoting import quoted
 from unickpt.trees.tree import Expansion, Node, join, leaves
 
 _CONTEXT = "context"
-# How a tensor dimension continues in a part: in which of its dimensions, and how many elements it
-# has there for each of the tensor's.
+# How a tensor dimension continues in a part: the part's dimension, and how many elements it has
+# there for each of the tensor's.
 _Follows = tuple[int, Fraction]
 
 
@@ -44,8 +44,8 @@ def expand_subclass(obj: Any, name: str) -> Expansion:
         name: its name in the tree.
 
     Raises:
-        UnsupportedLeaf: its context has more than plain values, or, of a DTensor, its parts cannot
-            be cut as it is.
+        UnsupportedLeaf: its context has more than plain values, or its parts cannot be cut like it,
+            as a DTensor.
     """
     whole = _placed_tensor(obj)
     local = whole.local
@@ -91,13 +91,13 @@ def _placed_tensor(obj: Any) -> PlacedTensor:
 
 
 def check_context(node: Node, value: Callable[[str], Any], name: str, kind: str) -> None:
-    """Checks that what is stored was made as what is asked for.
+    """Checks that the stored tensor has the same context as the requested one.
 
     Arguments:
         node: the tensor's, with the context last.
         value: see `Node.check`.
         name: of the tensor.
-        kind: what is asked for, for the message.
+        kind: of the requested tensor, for the message.
 
     Raises:
         LoadMismatch: names all that differs.
@@ -132,7 +132,7 @@ def _check_part(tensor: torch.Tensor, attribute: str, part: Any, name: str) -> N
 
 
 def _memories(tensor: Any) -> list[int]:
-    """What identifies the memory of a tensor, and of those that it consists of."""
+    """The identity of the memory of a tensor, and of those that it consists of."""
     if not with_parts(tensor):
         local = tensor._local_tensor if is_dtensor(tensor) else tensor
         return [local.untyped_storage()._cdata]
@@ -141,7 +141,7 @@ def _memories(tensor: Any) -> list[int]:
 
 
 def _keys(attributes: list[str], name: str, kind: str) -> tuple[str, ...]:
-    """The names of parts: the attributes' without what marks them as private."""
+    """The names of parts: the attributes' without leading underscores."""
     keys = tuple(attribute.lstrip("_") or attribute for attribute in attributes)
     if len({*keys, _CONTEXT}) == len(keys) + 1:
         return keys
@@ -289,8 +289,8 @@ def _placed(
     """A part with its place in the whole.
 
     Arguments:
-        part: what this rank holds.
-        tensor: what it is a part of.
+        part: of this rank.
+        tensor: that it is a part of.
         follows: how each dimension of the tensor that is cut continues in the part.
         name: of the part.
     """
@@ -412,14 +412,14 @@ def _slices(tensor: Any, dim: int) -> Iterator[tuple[int, torch.Tensor]]:
                     sliced = (
                         tensor.split(count, dim)[0] if is_split else tensor.narrow(dim, 0, count)
                     )
-            except Exception:  # whatever a class raises for what it does not do
+            except Exception:  # a class may raise any exception for unsupported operations
                 continue
             if type(sliced) is type(tensor) and sliced.shape[dim] == count:
                 yield count, sliced
 
 
 def _followed(part: torch.Tensor, sliced: torch.Tensor, count: int, size: int) -> _Follows | None:
-    """How a dimension of `size` elements continues in a part, of which a slice has `count`.
+    """How a dimension continues in a part: of its `size` elements, a slice has `count`.
 
     Raises:
         ValueError: in more than one dimension, or not proportionally.

@@ -1,1 +1,1 @@
-"""Other people's trainers: each module is imported only by who asks for it."""
+"""Integrations with trainers and other libraries; each module is imported only when it is used."""

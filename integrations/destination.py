@@ -29,7 +29,7 @@ class _ReplacedFolder(LocalLocation):
     """A folder with a checkpoint of a trainer, which a save may replace as it may replace our own.
 
     Arguments:
-        theirs: what in it is the trainer's, or may be.
+        theirs: names in it that are the trainer's, or may be.
     """
 
     theirs: frozenset[str] = frozenset()
@@ -42,14 +42,14 @@ TORCH_METADATA = ".metadata"
 
 
 def torch_files(names: Sequence[str]) -> Sequence[str]:
-    """What of a folder is a checkpoint of torch's DCP, with which Megatron writes its own, too."""
+    """The files of a folder that form a checkpoint of torch's DCP, which Megatron also writes."""
     data = [name for name in names if name.endswith(".distcp")]
     return [TORCH_METADATA, *data] if data else []
 
 
 @dataclass(frozen=True)
 class Destination:
-    """Where to save, and what of a trainer's own checkpoint there is replaced.
+    """Where to save, and which files of a trainer's own checkpoint are replaced there.
 
     Arguments:
         location: the folder.
@@ -72,7 +72,7 @@ class Destination:
             path: a local path or a URL.
             theirs_of: says which names of those in a folder are a checkpoint of the trainer's; none
                 if there is no such checkpoint. They are removed in this order.
-            keep_names: names of what the trainer writes into the folder itself; it stays.
+            keep_names: names of the trainer's own files in the folder; they stay.
 
         Raises:
             InvalidPath, StorageError: as `unickpt.save`.
@@ -96,7 +96,7 @@ class Destination:
         metadata: Mapping[str, Any] | None = None,
         options: SaveOptions | None = None,
     ) -> SaveReport:
-        """As `unickpt.save`; then removes what was replaced."""
+        """As `unickpt.save`; then removes the replaced files."""
         report = unickpt.save(
             self.location, tree, overwrite=overwrite, metadata=metadata, options=options
         )
@@ -111,7 +111,7 @@ class Destination:
         metadata: Mapping[str, Any] | None = None,
         options: SaveOptions | None = None,
     ) -> PendingSave:
-        """As `unickpt.save_async`; removes what was replaced, after the commit."""
+        """As `unickpt.save_async`; removes the replaced files after the commit."""
         request = SaveRequest(
             *(self.location, tree, SaveOptions.or_default(options), overwrite, lambda: metadata),
             callbacks=SaveCallbacks(committed=self.committed),
@@ -119,8 +119,8 @@ class Destination:
         return save_in_background(request)
 
     def committed(self) -> None:
-        """Removes what the save has replaced; called after the commit, on any rank. Until then the
-        trainer's checkpoint stays as it is, and from then on ours is what readers find."""
+        """Removes the files that the save replaced; called after the commit, on any rank. Until
+        then the trainer's checkpoint stays unchanged; from then on readers find ours."""
         for name in self.theirs:
             path = os.path.join(str(self.location), name)
             if os.path.isdir(path) and not os.path.islink(path):

@@ -12,17 +12,18 @@ from unickpt.errors import LoadMismatch
 from unickpt.extend import SavedOnly
 
 ENGINE = "deepspeed"
-"""What the metadata of a checkpoint has if an engine's state is in it."""
+"""The entry in the metadata of a checkpoint with an engine's state."""
 
 
 @dataclass(frozen=True, eq=False)
 class EngineTree(SavedOnly):
-    """What a trainer saves: the state of its engine, under the names of `use_unickpt`, and what the
-    trainer has besides. Made within the save, so that it fails on all ranks if it does on one.
+    """The state that a trainer saves: that of its engine, under the names of `use_unickpt`, and its
+    own. Made within the save, so that it fails on all ranks if it fails on one.
 
     Arguments:
         engine: the engine.
-        extra_state: returns what else is saved; its names must not be those of an engine's state.
+        extra_state: returns the trainer's own state; its names must not be those of an engine's
+            state.
         exclude_frozen_parameters: whether to leave out parameters that are not trained.
     """
 
@@ -39,7 +40,7 @@ class EngineTree(SavedOnly):
 
 
 def metadata_of(engine: Any, excludes_frozen: bool) -> dict[str, Any]:
-    """What is said of a checkpoint with an engine's state, in its metadata."""
+    """The metadata of a checkpoint with an engine's state."""
     from unickpt.integrations.deepspeed import checkpoints_of
 
     return checkpoints_of(engine).metadata(excludes_frozen)
@@ -59,8 +60,8 @@ def load_into(
 
     Arguments:
         engine: the engine.
-        stored: opened by the caller, who reads the trainer's own state from it: what is at its path
-            may be replaced meanwhile.
+        stored: opened by the caller, who reads the trainer's own state from it: the checkpoint at
+            its path may be replaced meanwhile.
     """
     from unickpt.integrations.deepspeed import checkpoints_of
     from unickpt.integrations.deepspeed.loading import Wanted
@@ -70,8 +71,8 @@ def load_into(
 
 
 def check_same_kind(path: object, metadata: Mapping[str, Any], has_engine: bool) -> None:
-    """Checks that a trainer with an engine loads what one with an engine saved, and one without
-    what one without saved: their states have other names.
+    """Checks that both the saving and the loading trainer have an engine, or neither: their states
+    have different names.
 
     Raises:
         LoadMismatch: it is not so.

@@ -80,14 +80,14 @@ def load(
     cast: bool = False,
     options: LoadOptions | None = None,
 ) -> Any:
-    """Loads a model; the one that is given stays as it is.
+    """Loads a model; the given one stays unchanged.
 
     Arguments:
-        path: a checkpoint, or what `unickpt.open` returned.
-        model: a model, or what `eqx.filter_eval_shape` makes of it. Arrays get the shardings that
+        path: a checkpoint, or the result of `unickpt.open`.
+        model: a model, or the result of `eqx.filter_eval_shape`. Arrays get the shardings that
             they have there.
         shardings: instead: a sharding for all arrays, or a pytree that has one for each array, such
-            as `jax.tree.map(choose, eqx.filter(model, eqx.is_array))`; None leaves one as it is.
+            as `jax.tree.map(choose, eqx.filter(model, eqx.is_array))`; None leaves one unchanged.
         static: what to do if a setting (a static field, or a number, text or flag in the tree) is
             not the noted one: "error"; or "keep" that of the given model; or "stored", which gives
             numbers, texts and flags in the tree their noted values, as
@@ -142,7 +142,7 @@ def _is_saved(leaf: Any) -> bool:
 
 
 def _new(leaf: Any) -> Any:
-    """What to load into, so that the given leaf is not changed."""
+    """The target to load into, so that the given leaf is not changed."""
     return np.empty_like(leaf) if isinstance(leaf, np.ndarray) else leaf
 
 
@@ -246,8 +246,8 @@ def _compare(stored: Checkpoint, model: Any) -> None:
 
 
 def _with_noted(stored: Checkpoint, other_leaves: Any) -> Any:
-    """What is no array, with the noted values of numbers, texts and flags in the tree, if they are
-    of the same type."""
+    """The leaves that are not arrays, with the noted values of numbers, texts and flags in the
+    tree, if they are of the same type."""
     noted = stored.metadata.get(_KEY)
     if not isinstance(noted, dict):
         return other_leaves  # was not saved by this module

@@ -1,7 +1,7 @@
 """Flax NNX needs no functions of its own; this one notices shardings that were lost.
 
-`unickpt.save` and `unickpt.load` take modules, optimizers and states of NNX as they are. What is
-loaded gets the shardings of the abstract state, and `nnx.eval_shape` does not always know them
+`unickpt.save` and `unickpt.load` take modules, optimizers and states of NNX as they are. Loaded
+arrays get the shardings of the abstract state, and `nnx.eval_shape` does not always know them
 (flax#5110): without a mesh, and where variables are not sharded when they are made.
 """
 
@@ -23,7 +23,7 @@ def check_shardings(model: Any) -> None:
     """Checks that an abstract model or state has all shardings that its variables ask for.
 
     Arguments:
-        model: what `nnx.eval_shape` returned, or a state of it.
+        model: the result of `nnx.eval_shape`, or a state of it.
 
     Raises:
         ValueError: variables with axis names have no sharding, so that each would be loaded whole

@@ -131,7 +131,7 @@ class MirroredCheckpointer(Checkpointer):
         waits = arguments.pop("wait", False)
         pending = super().save(step, tree, **arguments)
         if job_group(self._options.group, self._options.timeout_s).index == 0:
-            # Now, so that whoever waits for the save waits for its copy.
+            # Now, so that a wait for the save includes its copy.
             self._copies.add(partial(self._copy_after, pending))
         if waits:
             pending.result()
@@ -211,7 +211,7 @@ class MirroredCheckpointer(Checkpointer):
         self._copy()
 
     def _copy(self) -> None:
-        """Copies what the mirror lacks, then removes there what no rule keeps."""
+        """Copies steps that the mirror lacks, then removes steps there that no rule keeps."""
         root, mirror_steps = self._steps.root, self._mirror.steps()
         local_steps = root.committed()
         if not local_steps:
@@ -271,7 +271,7 @@ class StepsFolder:
         options: for its file system.
 
     Raises:
-        MissingPackage: what fsspec needs for this storage is not installed.
+        MissingPackage: fsspec's package for this storage is not installed.
         ValueError: the URL or the options are invalid.
     """
 
@@ -330,7 +330,7 @@ class StepsFolder:
         with self._doing(f"copy step {step}"):
             if self._manifest(step) == version.manifest:
                 return True
-            self.remove(step)  # another version, or what a job left that was killed
+            self.remove(step)  # another version, or the remains of a killed job
             try:
                 files = self._send(step, Path(source.path(step)), version.attempt)
                 if source.version(step) != version:
@@ -377,10 +377,11 @@ class StepsFolder:
             shutil.rmtree(part, ignore_errors=True)
 
     def remove(self, step: int) -> None:
-        """Removes a step, or what there is of it; first its manifest.
+        """Removes a step, or its remains; first its manifest.
 
         Raises:
-            UnsupportedFormat: it needs what this unickpt does not know; nothing was removed.
+            UnsupportedFormat: it needs features that this unickpt does not know; nothing was
+                removed.
             StorageError: the storage failed.
         """
         folder = self._at(step)
@@ -490,7 +491,7 @@ class StepsFolder:
 
 
 def _appear(part: Path, destination: Path) -> None:
-    """Puts a step into its place, in which a killed save or removal may have left attempts."""
+    """Puts a step into its place, where a killed save or removal may have left attempts."""
     if destination.is_symlink() or not destination.is_dir():
         os.rename(part, destination)
         return

@@ -1,11 +1,11 @@
-"""What `Accelerator.save_state` and `load_state` do, as one checkpoint, on any number of processes.
+"""Like `Accelerator.save_state` and `load_state`, as one checkpoint, on any number of processes.
 
     from unickpt.integrations.accelerate import load_state, save_state, save_state_async
 
     save_state(accelerator, "runs/latest")  # instead of accelerator.save_state("runs/latest")
     load_state(accelerator, "runs/latest")
 
-docs/integrations/accelerate.md says what differs.
+docs/integrations/accelerate.md lists the differences.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def save_state(
     options: SaveOptions | None = None,
     **save_model_func_kwargs: Any,
 ) -> SaveReport:
-    """Saves what `Accelerator.save_state` does: models, optimizers, schedulers, data loaders, the
+    """Saves the same as `Accelerator.save_state`: models, optimizers, schedulers, data loaders, the
     generators of each process, the gradient scaler, registered objects and the step.
 
     All processes call this.
@@ -101,14 +101,14 @@ def save_state_async(
     options: SaveOptions | None = None,
     **save_model_func_kwargs: Any,
 ) -> PendingSave:
-    """As `save_state`, but writes in the background: the training goes on when this returns.
+    """As `save_state`, but writes in the background: training continues when this returns.
 
     Arguments:
         accelerator, output_dir, safe_serialization, options, save_model_func_kwargs: as there.
 
     Returns:
-        The pending save. An error that nobody asks its `result` for is raised by the next call,
-        else the program exits with status 1.
+        The pending save. The next call raises an error that its `result` did not raise, else the
+        program exits with status 1.
 
     Raises:
         ValueError, TypeError, CheckpointExists: as `save_state`.
@@ -131,8 +131,8 @@ def load_state(
     load_kwargs: dict[str, Any] | None = None,
     **load_model_func_kwargs: Any,
 ) -> None:
-    """Loads what `save_state` saved into the objects of an accelerator, on any number of processes;
-    and what `Accelerator.save_state` itself saved, as `Accelerator.load_state` does.
+    """Loads a checkpoint of `save_state` into the objects of an accelerator, on any number of
+    processes; and one of `Accelerator.save_state` itself, as `Accelerator.load_state` does.
 
     All processes call this. The generators of a process without a counterpart stay as they are.
 
@@ -147,7 +147,7 @@ def load_state(
         ValueError, TypeError: an argument or a setting cannot be honoured; names it.
         CheckpointNotFound: there is none.
         LoadMismatch: it is of other models, optimizers, ..., or a stateful data loader's position
-            is asked for on another number of processes; nothing was changed.
+            is requested on another number of processes; nothing was changed.
         UnickptError: as `unickpt.load`.
     """
     _check_kind(accelerator)
@@ -166,7 +166,7 @@ def load_state(
 
 
 def _load(accelerator: Accelerator, path: PathLike, strict: bool) -> None:
-    """Loads what `save_state` saved."""
+    """Loads a checkpoint of `save_state`."""
     engine = _engine_of(accelerator)
 
     def read(stored: Checkpoint) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -179,7 +179,7 @@ def _load(accelerator: Accelerator, path: PathLike, strict: bool) -> None:
                 unickpt.load(stored, _state(accelerator), unexpected="skip")
         return values, mine
 
-    # Opened once: what is there may be replaced meanwhile.
+    # Opened once: the checkpoint may be replaced meanwhile.
     if engine is None:
         values, mine = reading_checkpoint(path, read)
     else:  # whose ranks load together, so none of them may start again by itself
@@ -198,11 +198,11 @@ def _load(accelerator: Accelerator, path: PathLike, strict: bool) -> None:
     rng.restore(mine["rng"])
 
 
-# --- what is stored -------------------------------------------------------------------------------
+# --- the stored tree ------------------------------------------------------------------------------
 
 
 def _state(accelerator: Accelerator) -> dict[str, Any]:
-    """What is loaded in place."""
+    """The objects that are loaded in place."""
     objects = enumerate(accelerator._custom_objects)
     registered = {str(number): obj for number, obj in objects if _is_own_kind(obj)}
     scaler = accelerator.scaler
@@ -219,7 +219,7 @@ def _state(accelerator: Accelerator) -> dict[str, Any]:
 
 
 def _saved(accelerator: Accelerator, arguments: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """What is saved, and its metadata."""
+    """The tree to save, and its metadata."""
     excludes = bool(arguments.get(_EXCLUDES))
     tree, metadata = _tree(accelerator), _metadata(accelerator)
     engine = _engine_of(accelerator)
@@ -230,7 +230,7 @@ def _saved(accelerator: Accelerator, arguments: Mapping[str, Any]) -> tuple[Any,
 
 
 def _tree(accelerator: Accelerator) -> dict[str, Any]:
-    """What is saved, but for what an engine has."""
+    """The tree to save, without the state of an engine."""
     registered = {
         str(number): packed(obj.state_dict(), f"registered object {number}")
         for number, obj in enumerate(accelerator._custom_objects)
@@ -247,7 +247,7 @@ def _tree(accelerator: Accelerator) -> dict[str, Any]:
 
 
 def _metadata(accelerator: Accelerator) -> dict[str, Any]:
-    """How many of each there are: those that are missing must not stay as they are unnoticed."""
+    """The number of objects of each kind, so that a load notices missing ones."""
     counts = {name: len(getattr(accelerator, f"_{name}")) for name in _LISTS}
     return {_COUNTS: {**counts, "scaler": int(accelerator.scaler is not None)}}
 
@@ -266,7 +266,7 @@ def _named(accelerator: Accelerator, optimizer: Any) -> Any:
 def _without_later_states(accelerator: Accelerator, stored: Checkpoint) -> Iterator[None]:
     """Takes the states of optimizers that were saved before their first step; back after an error.
 
-    So does accelerate: a load of such a checkpoint starts them anew.
+    So does accelerate: a load of such a checkpoint starts them from the beginning.
     """
     removed_states: list[tuple[Any, dict[Any, Any]]] = []
     for number, wrapped in enumerate(accelerator._optimizers):
@@ -283,7 +283,7 @@ def _without_later_states(accelerator: Accelerator, stored: Checkpoint) -> Itera
 
 
 def _is_own_kind(registered: object) -> bool:
-    """Whether unickpt knows an object better than its `state_dict` tells."""
+    """Whether unickpt stores an object itself, not through its `state_dict`."""
     return isinstance(registered, torch.nn.Module | torch.optim.Optimizer)
 
 
@@ -321,7 +321,7 @@ def _set_position(dataloader: Any, position: Mapping[str, Any], number: int) -> 
 
 
 def _of_this(accelerator: Accelerator, path: PathLike, stored: PerProcessValues) -> dict[str, Any]:
-    """What this process goes on with, of what each process saved."""
+    """The state that this process resumes with, from the states of all processes."""
     values, index = stored.values, accelerator.process_index
     if len(values) == accelerator.num_processes:
         return dict(values[index])
@@ -336,7 +336,7 @@ def _of_this(accelerator: Accelerator, path: PathLike, stored: PerProcessValues)
     return {**values[0], "rng": generators}
 
 
-# --- arguments: what cannot be honoured is refused by its name ------------------------------------
+# --- arguments: unsupported ones are refused by name ----------------------------------------------
 
 _HOOKS = (
     "{} hooks exist: they are for files, and are not called; save or load what they do beside this"

@@ -61,7 +61,7 @@ def next_path(accelerator: Accelerator, output_dir: PathLike | None) -> PathLike
 def find_checkpoint(
     accelerator: Accelerator, input_dir: PathLike | None
 ) -> tuple[PathLike, int | None]:
-    """What to load, and its number if it was named automatically."""
+    """The path to load, and its number if it was named automatically."""
     if input_dir is not None:
         return input_dir, None
     if not accelerator.project_configuration.automatic_checkpoint_naming:
@@ -141,7 +141,7 @@ _REGISTERED = "custom_checkpoint_{}.pkl"
 
 
 def theirs_of(names: Sequence[str]) -> Sequence[str]:
-    """What of a folder `Accelerator.save_state` has written, also one that was killed."""
+    """The files of a folder that `Accelerator.save_state` wrote, also one that was killed."""
     return [name for name in names if _OF_ALL.fullmatch(name)]
 
 

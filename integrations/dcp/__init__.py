@@ -4,9 +4,9 @@
 
 No plans are gathered: the processes talk only through the storage, and the checkpoint is an
 ordinary one of unickpt. `StorageWriter` and `StorageReader`, also as `FileSystemWriter` and
-`FileSystemReader`, are for code that is bound to torch's own functions and planners. What else
-torch's module has, such as planners and metadata, is torch's own here.
-docs/integrations/dcp.md says what differs.
+`FileSystemReader`, are for code that is bound to torch's own functions and planners. Other names of
+torch's module, such as planners and metadata, are torch's own here. docs/integrations/dcp.md lists
+the differences.
 """
 
 from __future__ import annotations
@@ -172,8 +172,8 @@ def async_save(
 
     Returns:
         A future of the save's report; an `AsyncSaveResponse` if the state is copied in the
-        background. An error that nobody asks the future for is raised by the next call, or makes
-        the program exit with status 1.
+        background. The next call raises an error that the future did not raise, or the program
+        exits with status 1.
 
     Raises:
         ValueError, TypeError: an argument cannot be honoured; names it.
@@ -211,16 +211,16 @@ def load(
     process_group: dist.ProcessGroup | None = None,
     no_dist: bool = False,
 ) -> None:
-    """Loads into a state dict in place, as `torch.distributed.checkpoint.load`; also what torch
-    itself saved.
+    """Loads into a state dict in place, as `torch.distributed.checkpoint.load`; also torch's own
+    checkpoints.
 
     Arguments:
-        state_dict: what to load: all its keys must be stored, in the same shapes; floats are cast
-            to its dtypes. What else is stored is skipped.
+        state_dict: to load into: all its keys must be stored, in the same shapes; floats are cast
+            to its dtypes. Other stored values are skipped.
         checkpoint_id: a path or URL of a checkpoint that `unickpt.open` can open.
         storage_reader: a `StorageReader` of this module, for its path and options.
         planner: None, or torch's `DefaultLoadPlanner`; with its `allow_partial_load`, keys that are
-            not stored keep what they hold.
+            not stored keep their values.
         process_group: the ranks that load, all of which must call this; None for all.
         no_dist: whether this process loads alone.
 
@@ -245,7 +245,7 @@ def load(
             options=options,
         )
 
-    # As after torch's load, which ends with a collective, no rank goes on, and may remove the
+    # As after torch's load, which ends with a collective, no rank continues, and may remove the
     # folder, while another still reads.
     group = job_group(options.group, options.timeout_s)
     with loaded_together(group, str(reader.checkpoint_id)):
@@ -254,15 +254,15 @@ def load(
 
 
 class RequestedState:
-    """What a state dict asks for; made within the load, so that it fails on all ranks if an object
-    fails on one.
+    """The requested state; made within the load, so that it fails on all ranks if an object fails
+    on one.
 
-    Objects are asked once, and in the order of their keys: they may use collectives, and ranks may
-    have them in different orders.
+    Each object's `state_dict` is called once, in the order of keys: objects may use collectives,
+    and ranks may have them in different orders.
     """
 
     stored: Checkpoint
-    """What is stored; set before the load."""
+    """The checkpoint; set before the load."""
 
     def __init__(self, state_dict: dict[str, Any]) -> None:
         self._state_dict = state_dict
@@ -279,7 +279,7 @@ class RequestedState:
         filled(self.resolved, state)
 
     def give_back(self) -> None:
-        """Gives what was loaded to the objects; called after the load."""
+        """Passes the loaded state to the objects; called after the load."""
         for key, state in self.resolved.items():
             if _is_stateful(self._state_dict[key]):
                 self._state_dict[key].load_state_dict(state)
@@ -288,7 +288,7 @@ class RequestedState:
 
 
 class ObjectState(SavedOnly):
-    """An object's state to save; asked for within the save, for the same reason."""
+    """An object's state to save; made within the save, for the same reason."""
 
     def __init__(self, value: Any) -> None:
         self._value = value
@@ -298,18 +298,18 @@ class ObjectState(SavedOnly):
 
 
 def to_save(state_dict: dict[str, Any]) -> dict[str, Any]:
-    """What to save of a state dict."""
+    """The tree to save of a state dict."""
     return {k: ObjectState(v) if _is_stateful(v) else portable(v) for k, v in state_dict.items()}
 
 
 class SaveFuture(Future[Any]):
-    """The future of a pending save: whoever asks it for the error has been told of it."""
+    """The future of a pending save. An error counts as reported once the future returns it."""
 
     def __init__(self, pending: PendingSave) -> None:
         super().__init__()
         self.set_running_or_notify_cancel()  # it cannot be cancelled
         self._pending = pending
-        # Only says that it is over; what became of it, `pending` knows.
+        # Only marks the end; `pending` has the outcome.
         pending.add_done_callback(lambda: self.set_result(None))
 
     def result(self, timeout: float | None = None) -> SaveReport:
@@ -334,7 +334,7 @@ def _storage(kind: type[T], path: PathLike | None, storage: Any, argument: str, 
         kind: `StorageWriter` or `StorageReader`.
         path: None for that of the given one.
         storage: the argument, if any.
-        argument, do: for messages: its name, and what is done at the path.
+        argument, do: for messages: its name, and the action at the path.
     """
     if storage is not None and not isinstance(storage, kind):
         raise TypeError(
@@ -400,8 +400,8 @@ def _stages_later(stager: AsyncStager | None) -> bool:
 
 
 def _is_stateful(value: object) -> bool:
-    """Whether an object's own functions save and load it; modules and optimizers unickpt knows
-    better, if nobody has replaced theirs."""
+    """Whether an object's own functions save and load it; unickpt handles modules and optimizers
+    itself, unless their functions were replaced."""
     if isinstance(value, torch.nn.Module | torch.optim.Optimizer):
         return "state_dict" in vars(value)
     return isinstance(value, stateful.Stateful)

@@ -1,6 +1,6 @@
 """Storage for torch.distributed.checkpoint: its planners plan, unickpt writes and reads.
 
-torch gathers the plans of all ranks, as ever; the data and the commit are those of unickpt.
+torch gathers the plans of all ranks, as usual; unickpt writes the data and commits.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ ValuesByName = Mapping[str, Plain]
 
 
 class _AtPath:
-    """What the storage classes have in common."""
+    """The common base of the storage classes."""
 
     path: str | None
 
@@ -78,11 +78,11 @@ class _AtPath:
 
 
 class StorageWriter(_AtPath, storage.StorageWriter):
-    """Writes what torch's planner says as a checkpoint of unickpt.
+    """Writes a plan of torch's planner as a checkpoint of unickpt.
 
-    Tensors are stored under their paths in the state dict if the planner tells these, as torch's
-    `DefaultSavePlanner` does, else under their `fqn`; all other objects as the bytes that the
-    planner makes of them. The checkpoint appears at the end of `write_data`, atomically.
+    Tensors are stored under their paths in the state dict if the planner records these, as torch's
+    `DefaultSavePlanner` does, else under their `fqn`; all other objects as the planner's bytes. The
+    checkpoint appears at the end of `write_data`, atomically.
 
     Arguments:
         path: a local path or a URL (file, memory, s3, gs).
@@ -121,7 +121,7 @@ class StorageWriter(_AtPath, storage.StorageWriter):
         return plan
 
     def prepare_global_plan(self, plans: list[planning.SavePlan]) -> list[planning.SavePlan]:
-        """Tells each rank its number and the name of this save."""
+        """Gives each rank its number and the name of this save."""
         if not all(plan.usable for plan in plans):
             raise ValueError(_CACHED)
         session, count = new_session(), len(plans)
@@ -155,7 +155,7 @@ _CACHED = (
 
 @dataclass(frozen=True)
 class _Rank:
-    """What `prepare_global_plan` tells a rank, in `SavePlan.storage_data`."""
+    """The data that `prepare_global_plan` gives a rank, in `SavePlan.storage_data`."""
 
     index: int
     count: int
@@ -163,7 +163,7 @@ class _Rank:
 
 
 class TorchSaved:
-    """Bytes that a planner made of an object; in the stored tree a wrapper, `BYTES`."""
+    """A planner's bytes of an object; in the stored tree a wrapper, `BYTES`."""
 
     def __init__(self, data: bytes) -> None:
         self._data = data
@@ -179,7 +179,7 @@ BYTES = TorchSaved.__name__
 
 
 class PlannedState(SavedOnly):
-    """What a plan writes, as a tree; made within the save, so that it fails on all ranks if the
+    """The content of a plan, as a tree; made within the save, so that it fails on all ranks if the
     planner fails on one."""
 
     def __init__(self, plan: planning.SavePlan, planner: planning.SavePlanner) -> None:
@@ -226,11 +226,11 @@ def _nbytes(data: torch.Tensor | io.BytesIO) -> int:
 
 
 class StorageReader(_AtPath, storage.StorageReader):
-    """Gives torch's planner what it asks of any checkpoint that `unickpt.open` can open.
+    """Serves torch's planner from any checkpoint that `unickpt.open` can open.
 
-    Every chunk is read once per rank, and checked. Plain values are given to the planner as what
-    `torch.save` makes of them; what a `StorageWriter` stored as bytes, as these bytes. The planner
-    unpickles them: read only checkpoints that you trust.
+    Every chunk is read once per rank, and checked. The planner gets plain values as `torch.save`
+    writes them, and bytes that a `StorageWriter` stored unchanged. The planner unpickles them: read
+    only checkpoints that you trust.
 
     Arguments:
         path: a path or URL.
@@ -301,7 +301,7 @@ class StorageReader(_AtPath, storage.StorageReader):
         return _done(None)
 
     def _open(self) -> _Opened:
-        """The checkpoint, as it was when it was first asked for."""
+        """The checkpoint, as it was at the first request."""
         if self._opened is None:
             self._opened = _Opened.open(self.checkpoint_id)
         return self._opened
@@ -344,7 +344,7 @@ class _Opened:
 
 
 def _bytes(node: Node | Leaf, values: ValuesByName) -> io.BytesIO:
-    """What a planner takes for a value."""
+    """The form of a value that a planner takes."""
     value = value_of(node, values)
     if isinstance(node, Node) and node.type_name == BYTES:
         return io.BytesIO(value)
@@ -403,7 +403,7 @@ def value_of(node: Node | Leaf, values: ValuesByName) -> Any:
 
 
 def portable(state: Any) -> Any:
-    """A state dict to save, in which what is in an `io.BytesIO` is bytes."""
+    """A state dict to save; the content of an `io.BytesIO` is bytes."""
     if type(state) in (dict, OrderedDict):
         return type(state)((key, portable(value)) for key, value in state.items())
     if type(state) is list:
@@ -419,11 +419,11 @@ def with_stored_lists(state: Any, node: Node | Leaf | None, values: ValuesByName
 
     Arguments:
         state: a state dict, or a part of it.
-        node: the same part of what is stored, if it is there.
+        node: the same part of the stored tree, if it is there.
         values: the stored plain values, by name.
 
     Raises:
-        LoadMismatch: an object is asked for that is stored as pickled bytes.
+        LoadMismatch: a requested object is stored as pickled bytes.
     """
     while isinstance(node, Node) and node.kind == "wrapper":
         (child,) = node.children
@@ -450,7 +450,7 @@ def with_stored_lists(state: Any, node: Node | Leaf | None, values: ValuesByName
 
 
 def filled(state: Any, new_state: Any) -> Any:
-    """What was loaded, in the dicts and lists that were given: DCP changes these in place."""
+    """Puts loaded values into the caller's dicts and lists: DCP changes these in place."""
     if state is new_state:
         return state
     if isinstance(state, dict) and isinstance(new_state, dict):
@@ -486,8 +486,8 @@ def destination(path: PathLike, *, overwrite: bool) -> Destination:
 
 
 def replaced_metadata(target: Destination) -> dict[str, Any]:
-    """What a checkpoint says of torch's checkpoint that it replaces, whose files are removed after
-    the commit: a job that is killed in between leaves both, and readers know which one counts."""
+    """The record of torch's checkpoint that this one replaces. Its files are removed after the
+    commit: a job that is killed in between leaves both, and readers know which one counts."""
     if TORCH_METADATA not in target.theirs:
         return {}
     content = Path(os.path.join(str(target.location), TORCH_METADATA)).read_bytes()

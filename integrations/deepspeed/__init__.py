@@ -4,9 +4,9 @@ pipeline parallelism, onto any stage and any number of ranks.
     engine, *_ = deepspeed.initialize(...)
     use_unickpt(engine)            # the one line
     engine.save_checkpoint("run")  # in the background; nothing is gathered
-    engine.load_checkpoint("run")  # also what DeepSpeed itself wrote
+    engine.load_checkpoint("run")  # also DeepSpeed's own checkpoints
 
-docs/integrations/deepspeed.md says what differs.
+docs/integrations/deepspeed.md lists the differences.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def use_unickpt(
     hints: Hints | None = None,
     background: bool = True,
 ) -> EngineCheckpoints:
-    """Makes `engine.save_checkpoint` and `engine.load_checkpoint` those of unickpt.
+    """Replaces `engine.save_checkpoint` and `engine.load_checkpoint` with unickpt's.
 
     All ranks call this, after `deepspeed.initialize`.
 
@@ -68,7 +68,7 @@ def use_unickpt(
         options: see `unickpt.SaveOptions`; with `staging="lazy"` a save copies nothing before it
             returns, and the next step of the optimizer waits for the copies.
         load_options: see `unickpt.LoadOptions`.
-        rules: make the names `fp32/<p>`, `exp_avg/<p>`, ... of those of another trainer's
+        rules: derive the names `fp32/<p>`, `exp_avg/<p>`, ... from those of another trainer's
             checkpoints, such as `Rules.preset("deepspeed").inverse`; `load_checkpoint` uses them
             for checkpoints that have none of these names.
         hints: how tensor-parallel ranks share parameters, if neither the module nor
@@ -76,7 +76,7 @@ def use_unickpt(
         background: whether `save_checkpoint` returns while the checkpoint is written.
 
     Returns:
-        What saves and loads now; its `wait` waits for saves in the background.
+        The object that saves and loads now; its `wait` waits for saves in the background.
 
     Raises:
         UnsupportedLeaf: the engine holds its state in a way that is not supported; names it.
@@ -101,8 +101,9 @@ def use_unickpt(
 
 
 def checkpoints_of(engine: Any) -> EngineCheckpoints:
-    """What `use_unickpt` returned for an engine; without such a call the same as it would return,
-    and the engine's own functions stay as they are. For trainers, which make their engine."""
+    """The result of `use_unickpt` for an engine. Without such a call, returns the same kind of
+    object and leaves the engine's own functions unchanged. For trainers, which make their
+    engine."""
     checkpoints: EngineCheckpoints | None = vars(engine).get(_OURS)
     if checkpoints is None:
         checkpoints = vars(engine)[_OURS] = EngineCheckpoints(engine)
@@ -142,8 +143,8 @@ class EngineCheckpoints:
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """As `DeepSpeedEngine.save_checkpoint`: one checkpoint, `save_dir/tag`, which replaces what
-        is there when it is committed; then `save_dir/latest` names it.
+        """As `DeepSpeedEngine.save_checkpoint`: one checkpoint, `save_dir/tag`, which replaces an
+        existing one when it is committed; then `save_dir/latest` names it.
 
         All ranks call this.
 
@@ -216,7 +217,7 @@ class EngineCheckpoints:
         *,
         exclude_frozen_parameters: bool = False,
     ) -> dict[str, Any]:
-        """What this rank saves, as a tree for `unickpt.save`.
+        """This rank's state, as a tree for `unickpt.save`.
 
         Arguments: as for `save_checkpoint`.
 
@@ -241,7 +242,7 @@ class EngineCheckpoints:
         self._queue.errors.raise_unless_refused()
 
     def metadata(self, exclude_frozen_parameters: bool = False) -> dict[str, Any]:
-        """What is said of a checkpoint with `tree`, in its metadata."""
+        """The metadata of a checkpoint with `tree`."""
         import deepspeed
 
         stage = EngineParts.from_engine(self.engine).stage
@@ -285,7 +286,7 @@ class EngineCheckpoints:
 
         Arguments:
             load_dir: a local path or a URL.
-            tag: the checkpoint below it; by default what `load_dir/latest` names.
+            tag: the checkpoint below it; by default the one that `load_dir/latest` names.
             load_module_strict: False: weights that are not stored stay as they are.
             load_optimizer_states: False: only the weights, in full precision.
             load_lr_scheduler_states: whether to load the learning rate's schedule.
@@ -305,7 +306,7 @@ class EngineCheckpoints:
         """
         if custom_load_fn is not None:
             raise ValueError("custom_load_fn is not supported: pass rules to use_unickpt instead")
-        self._queue.wait()  # what is loaded may be a save in flight
+        self._queue.wait()  # the checkpoint may be a save in flight
         if tag is None:
             tag = latest(load_dir, bool(self.engine.load_universal_checkpoint()))
             if tag is None:
@@ -328,7 +329,7 @@ class EngineCheckpoints:
 
         Arguments:
             path: of the checkpoint.
-            wanted: what of it.
+            wanted: the parts to load.
             opened: the checkpoint, if the caller has opened it to read more of it.
         """
         optimizer = self.engine.optimizer
@@ -368,7 +369,7 @@ def _is_of_others(stored: Checkpoint) -> bool:
 
 
 def _client_state(plain: Mapping[str, Any], path: str) -> dict[str, Any]:
-    """The caller's own state of this rank, with what DeepSpeed returns beside it."""
+    """The caller's own state of this rank, with the values that DeepSpeed adds."""
     state = plain.get(values.CLIENT)
     if isinstance(state, PerProcessValues):
         every, rank = state.values, dist.get_rank()
@@ -389,5 +390,5 @@ def _joined(folder: str, name: str) -> str:
 
 
 def _theirs(names: Sequence[str]) -> Sequence[str]:
-    """What in a folder is a checkpoint of DeepSpeed's own."""
+    """The files of a folder that form a checkpoint of DeepSpeed's own."""
     return [n for n in names if n.endswith(("_optim_states.pt", "model_states.pt"))]

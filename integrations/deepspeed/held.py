@@ -1,4 +1,4 @@
-"""What this process holds of a DeepSpeed engine's parameters: weights, masters and optimizer slots.
+"""This process's part of a DeepSpeed engine's parameters: weights, masters and optimizer slots.
 
 Nothing is gathered: with ZeRO a process has contiguous ranges of parameters, in the flat tensors
 that the base optimizer updates. Only this module knows where DeepSpeed keeps them.
@@ -20,9 +20,9 @@ from unickpt.errors import UnsupportedLeaf
 
 _STEP = "step"
 Parameter = Any
-"""A parameter of torch, with what DeepSpeed adds to it."""
+"""A parameter of torch, with DeepSpeed's attributes."""
 PIPE_REPLICATED = "ds_pipe_replicated"
-"""What parameters have that an earlier stage of a pipeline has, too."""
+"""An attribute of parameters that an earlier stage of a pipeline has, too."""
 
 
 @dataclass(frozen=True)
@@ -30,9 +30,9 @@ class ElementRange:
     """Elements of a parameter, in row-major order, that a tensor of this process has.
 
     Arguments:
-        start: the number of the first one in the parameter, or in what a tensor-parallel rank has
-            of it.
-        at: the number of the first one in the tensor.
+        start: the index of the first one in the parameter, or in a tensor-parallel rank's part of
+            it.
+        at: the index of the first one in the tensor.
         count: how many.
     """
 
@@ -43,7 +43,7 @@ class ElementRange:
 
 @dataclass(frozen=True, eq=False)
 class Updated:
-    """A tensor that the base optimizer updates, and what it is made of.
+    """A tensor that the base optimizer updates, and the parameters in it.
 
     Arguments:
         masters: the tensor: of whole parameters or parts of them, one-dimensional if of several.
@@ -61,7 +61,8 @@ class Updated:
         """The optimizer's slots that have an element for each of the masters'.
 
         Raises:
-            UnsupportedLeaf: a slot has another size, so that nobody knows what belongs to whom.
+            UnsupportedLeaf: a slot has another size, so that its elements cannot be assigned to
+                parameters.
         """
         slots = {}
         for slot, value in self.state.items():
@@ -84,7 +85,7 @@ class Updated:
 
 @dataclass(frozen=True)
 class EngineParts:
-    """What this process holds of an engine's training state.
+    """This process's part of an engine's training state.
 
     Arguments:
         engine: the engine.
@@ -139,7 +140,7 @@ class EngineParts:
         return cls(engine, stage, base, updated, whole)
 
     def owners(self) -> set[Hashable]:
-        """What only a step of the optimizer changes: see `unickpt.extend.Fence`."""
+        """The tensors that only a step of the optimizer changes: see `unickpt.extend.Fence`."""
         tensors = [updated.masters for updated in self.updated]
         for updated in self.updated:
             tensors += [v for v in updated.state.values() if isinstance(v, torch.Tensor)]
@@ -170,7 +171,7 @@ class EngineParts:
         for updated, slots in new.items():
             self.base.state[updated.masters].update(slots)
         if hasattr(self.engine.optimizer, "_hp_optimizer_states_linked"):
-            # It links what it knows of parameters to their slots after the next step.
+            # It links its records of parameters to their slots after the next step.
             self.engine.optimizer._hp_optimizer_states_linked = False
 
 
@@ -188,7 +189,7 @@ def part_of(param: Parameter) -> ElementRange:
 
 
 def shape_of(param: Parameter) -> tuple[int, ...]:
-    """The shape of a parameter; of what a tensor-parallel rank has of it."""
+    """The shape of a parameter, or of a tensor-parallel rank's part of it."""
     return tuple(getattr(param, "ds_shape", param.shape))
 
 
@@ -243,7 +244,7 @@ def _per_parameter(masters_of: Sequence[Any], groups: Sequence[Any]) -> Iterator
 
 
 def _check(engine: Any) -> None:
-    """Refuses what is not supported, by its name."""
+    """Refuses unsupported features by name."""
     optimizer = engine.optimizer
     refused = {
         "experts of deepspeed.moe (has_moe_layers)": engine.has_moe_layers,

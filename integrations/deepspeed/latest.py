@@ -1,8 +1,8 @@
 """Which checkpoint of a folder is the latest: the file `latest`, as DeepSpeed has it.
 
 It cannot be written together with the commit of the checkpoint that it names. So right before the
-commit, `latest.next` says what `latest` will name. If the job is killed between the commit and
-`latest`, the next one finds by this what was committed.
+commit, `latest.next` records the name that `latest` will get. If the job is killed between the
+commit and `latest`, the next job finds the committed checkpoint this way.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class LatestFile:
 
     def write(self) -> None:
         """After the commit, on the coordinator."""
-        self._write(LATEST, self._tag)  # from now on what was announced is without effect
+        self._write(LATEST, self._tag)  # from now on the announcement has no effect
         self._write(_NEXT, None)  # also when the caller names an earlier one
 
     def _write(self, name: str, text: str | None) -> None:
@@ -57,7 +57,7 @@ def latest(folder: str, universal: bool = False) -> str | None:
 
     Arguments:
         folder: a local path or a URL.
-        universal: prefer what `latest_universal` names.
+        universal: prefer the checkpoint that `latest_universal` names.
 
     Returns:
         None if nothing names one.

@@ -29,7 +29,7 @@ _WEIGHTS = (f"{MODULE}/", f"{FP32}/")
 
 @dataclass(frozen=True)
 class Wanted:
-    """What of a checkpoint is loaded.
+    """The parts of a checkpoint to load.
 
     Arguments:
         strict: whether every weight of the module must be there.
@@ -51,8 +51,8 @@ class EngineLoad:
     Arguments:
         arrays: of the engine.
         stored: the checkpoint.
-        wanted: what of it.
-        rules: make DeepSpeed's names of those that are stored; or None.
+        wanted: the parts to load.
+        rules: derive DeepSpeed's names from the stored ones; or None.
         options: of the load.
     """
 
@@ -244,7 +244,7 @@ class EngineLoad:
 
 
 def _plain_values(stored: Checkpoint) -> dict[str, Any]:
-    """What is stored besides the arrays of parameters, as a tree."""
+    """The stored state besides the arrays of parameters, as a tree."""
     leaves = {*stored.index.values, *stored.index.per_process, *stored.index.entries}
     chosen = {name if name in leaves else f"{name}/**" for name in values.NAMES}
     chosen &= {f"{name.partition('/')[0]}/**" if "/" in name else name for name in leaves}

@@ -1,8 +1,8 @@
-"""Where in an array the elements are that this rank has of a parameter, with tensor, pipeline and
-data parallelism.
+"""Maps this rank's elements of a parameter to positions in an array, with tensor, pipeline and data
+parallelism.
 
 Without tensor parallelism a rank's parameter is the array. With it, `universal_checkpoint_info`
-says which boxes of the array a rank's part is made of, as in what DeepSpeed itself writes.
+says which boxes of the array a rank's part consists of, as in DeepSpeed's own checkpoints.
 """
 
 from __future__ import annotations
@@ -73,14 +73,15 @@ class RankGrid:
 
 @dataclass(frozen=True)
 class LiveRankPiece:
-    """A box of a parameter, and where one rank has it; those of the format's rules are as this.
+    """A box of a parameter, and where one rank has it; boxes of the format's rules have the same
+    attributes.
 
     Arguments:
         box: of the parameter.
         rank: tensor-parallel.
-        first: the number of its first element in what the rank holds, in row-major order.
+        first: the index of its first element in the rank's tensor, in row-major order.
         strides: of the box's dimensions there.
-        scale: what the rank's elements are multiplied by.
+        scale: factor of the rank's elements.
     """
 
     box: Box
@@ -97,8 +98,8 @@ class ParameterPlace:
     Arguments:
         name: of the array, without the slot.
         shape: of the array.
-        local: what this rank has of it.
-        pieces: the boxes of the array that are made of it.
+        local: this rank's part of it.
+        pieces: the boxes of the array that come from it.
         own: of these, those that no other model-parallel rank saves.
     """
 
@@ -114,8 +115,8 @@ class ParameterPlace:
         """Boxes of the array with their data.
 
         Arguments:
-            local_parts: boxes of what this rank has, with their data.
-            pieces: which pieces of the array to make of them.
+            local_parts: boxes of this rank's part, with their data.
+            pieces: which pieces of the array to make from them.
         """
         fragments = []
         for box, data in local_parts:
@@ -132,7 +133,7 @@ class ParameterPlace:
         return fragments
 
     def _local_box(self, piece: LiveRankPiece) -> Box:
-        """The box of what this rank has that a piece of the array is."""
+        """The box of this rank's part that is a piece of the array."""
         start, remainder = [], piece.first
         for step in row_major(self.local):
             start.append(remainder // step if step else 0)
@@ -147,8 +148,8 @@ class Placing:
 
     Arguments:
         grid: the ranks.
-        info: `universal_checkpoint_info`; what the module says, or the user.
-        hints: what the user says instead of some of it.
+        info: `universal_checkpoint_info`, of the module or the user.
+        hints: of the user; override some of it.
     """
 
     grid: RankGrid
@@ -168,7 +169,7 @@ class Placing:
                 raise UnsupportedLeaf(f"universal_checkpoint_info: {error}") from error
 
     def learn(self, params: Mapping[str, Parameter]) -> None:
-        """Asks the other tensor-parallel ranks, once, for the shapes of what they have.
+        """Gets the shapes of the other tensor-parallel ranks' parts, once.
 
         Arguments:
             params: of the module, by name.
@@ -192,7 +193,7 @@ class Placing:
         """Where a parameter is.
 
         Raises:
-            UnsupportedLeaf: what is said of it does not fit, or is not supported.
+            UnsupportedLeaf: its description does not fit, or is not supported.
         """
         local = shape_of(param)
         is_owner = not getattr(param, PIPE_REPLICATED, False)

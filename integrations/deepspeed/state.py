@@ -1,4 +1,4 @@
-"""An engine's arrays as a tree: under the names that unickpt gives what DeepSpeed itself wrote.
+"""An engine's arrays as a tree, under the names that unickpt gives DeepSpeed's own checkpoints.
 
 module/<p>              weights and buffers, in their own dtype
 fp32/<p>                the masters; where they are the weights, another name of the same array
@@ -68,11 +68,11 @@ def _persistent(module: torch.nn.Module) -> Iterable[str]:
 
 
 class EngineArrays:
-    """Makes leaves of what this process holds of an engine.
+    """Makes leaves of this process's part of an engine.
 
     Arguments:
-        parts: what it holds.
-        placing: where that is in arrays.
+        parts: of this process.
+        placing: where they are in arrays.
     """
 
     def __init__(self, parts: EngineParts, placing: Placing) -> None:
@@ -105,7 +105,7 @@ class EngineArrays:
     # --- to save --------------------------------------------------------------------------------
 
     def saved(self, *, with_frozen: bool) -> Leaves:
-        """What this process saves.
+        """The tree that this process saves.
 
         Arguments:
             with_frozen: also parameters that are not trained.

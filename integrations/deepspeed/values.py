@@ -1,4 +1,4 @@
-"""What an engine has besides arrays: counters, hyper-parameters, loss scale, schedules."""
+"""An engine's state besides arrays: counters, hyper-parameters, loss scale, schedules."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from unickpt.extend import quoted
 
 OPTIMIZER, CLIENT = "optimizer", "client_state"
 _SCALER = "loss_scaler"
-# Of the loss scaler, what changes while an engine trains; the rest is its configuration.
+# The values of the loss scaler that change while an engine trains; the rest is configuration.
 _SCALES = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 _PLAIN = (bool, int, float)
 _COUNTERS = ("global_steps", "global_samples", "skipped_steps")
@@ -23,7 +23,7 @@ NAMES = (
 
 
 def saved(engine: Any) -> dict[str, Any]:
-    """What one process saves of an engine's plain values, under the names of DeepSpeed."""
+    """The plain values of an engine that one process saves, under the names of DeepSpeed."""
     import deepspeed
 
     values: dict[str, Any] = {name: getattr(engine, name) for name in _COUNTERS}
@@ -96,7 +96,7 @@ def restore(engine: Any, stored: Mapping[str, Any], *, optimizer: bool, schedule
 
     Arguments:
         engine: the engine.
-        stored: the plain values, by name; what is not there stays as it is.
+        stored: the plain values, by name; missing ones stay unchanged.
         optimizer: whether to restore hyper-parameters and the loss scale.
         scheduler: whether to restore the learning rate's schedule.
     """
