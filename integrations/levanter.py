@@ -4,7 +4,7 @@
     levanter.install()
 
 Its `Checkpointer`, policies, folders and `metadata.json` stay as they are; the arrays of a step are
-one checkpoint of unickpt, `<step>/unickpt`. docs/integrations/levanter.md says what differs.
+one checkpoint of unickpt, `<step>/unickpt`. docs/integrations/levanter.md lists the differences.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ class AsyncManager:
         save.add_done_callback(lambda: settle_future(ended, finish))
 
     def wait_until_finished(self) -> None:
-        """Waits for the save in the background, and for what is called after it.
+        """Waits for the save in the background, and for the callback after it.
 
         Raises:
             UnickptError: it failed.
@@ -226,19 +226,19 @@ def tree_deserialize_leaves_tensorstore(
     allow_missing: bool = False,
     cast: bool = False,
 ) -> Any:
-    """Loads the arrays of a tree, in the place of levanter's function; what levanter saved itself
-    is loaded by that.
+    """Loads the arrays of a tree, in place of levanter's function, which still loads levanter's own
+    checkpoints.
 
     Arguments:
         checkpoint_dir: as it was saved; or `<checkpoint_dir>/model` for a part.
         pytree: arrays, NamedArrays or `ShapeDtypeStruct`.
         axis_mapping, mesh: how NamedArrays are sharded.
         manager: of no effect.
-        allow_missing: leave leaves as they are that the checkpoint lacks, with a warning.
+        allow_missing: leave leaves that the checkpoint lacks unchanged, with a warning.
         cast: cast arrays that are stored in another dtype.
 
     Raises:
-        LoadMismatch: what is stored does not fit; as `unickpt.load`.
+        LoadMismatch: the stored arrays do not fit; as `unickpt.load`.
     """
     series = _levanter("tensorstore_serialization")
     opened = _opened(str(checkpoint_dir))
@@ -312,7 +312,7 @@ def _at_path(path: str) -> Checkpoint | None:
 
 
 def _is_step(path: str) -> bool:
-    """Whether a folder is a step, whoever saved it."""
+    """Whether a folder is a step, of levanter or of unickpt."""
     return resolve_path(path).has_file(_ABOUT, storage_context())
 
 
@@ -320,7 +320,7 @@ def _is_step(path: str) -> bool:
 
 
 def export(path: PathLike, destination: PathLike) -> None:
-    """Writes a step as levanter itself saves it, with its `metadata.json`: levanter goes on from it
+    """Writes a step as levanter itself saves it, with its `metadata.json`: levanter resumes from it
     without unickpt.
 
     Arguments:

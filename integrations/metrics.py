@@ -21,9 +21,9 @@ from unickpt.extend import finite_or_text, resolve_path, version_at
 from unickpt.types import LoadReport, SaveReport
 
 Receiver = Callable[[SaveReport], None]
-"""What `SaveOptions(metrics=)` takes."""
+"""The type of `SaveOptions(metrics=)`."""
 StepOf = Callable[[SaveReport], int | None]
-"""Of which step a checkpoint is."""
+"""The step of a checkpoint."""
 
 _STEP = re.compile(r"step_(\d{1,18})/?")
 
@@ -55,7 +55,7 @@ def figures(report: SaveReport) -> dict[str, float]:
 
 
 def reference(report: SaveReport, step: StepOf = step_of) -> dict[str, Any]:
-    """What another system has to know of a checkpoint to find it, and to check that it is the same:
+    """The facts that another system needs to find a checkpoint, and to check that it is the same:
     its URL, step and figures, and the digest of its manifest.
 
     The digest is of the manifest that is there now: if another save has replaced the checkpoint
@@ -63,7 +63,7 @@ def reference(report: SaveReport, step: StepOf = step_of) -> dict[str, Any]:
 
     Arguments:
         report: of the save.
-        step: tells the step of a checkpoint.
+        step: returns the step of a checkpoint.
 
     Raises:
         StorageError: the manifest cannot be read.
@@ -109,8 +109,8 @@ class JsonLines:
 
     Arguments:
         path: of a local file; `{process}` in it stands for the number of the process, and for
-            "load" where a load is told of, which has no number.
-        step: tells the step of a checkpoint.
+            "load" in the line of a load, which has no number.
+        step: returns the step of a checkpoint.
 
     Example:
         >>> import numpy as np, pathlib, tempfile, unickpt

@@ -16,14 +16,14 @@ _TENSOR, _DTYPE = "torch.Tensor", "dtype"
 
 
 def packed(state: Any, what: str) -> Any:
-    """A state in which tensors say that they are.
+    """A state in which tensors are packed into dicts that say so.
 
     Arguments:
         state: containers, plain values and tensors.
-        what: whose it is, for errors.
+        what: names its owner, for errors.
 
     Raises:
-        UnsupportedLeaf: it holds a DTensor, or what would be taken for a packed tensor.
+        UnsupportedLeaf: it holds a DTensor, or a value that looks like a packed tensor.
     """
     if isinstance(state, torch.Tensor):
         if hasattr(state, "placements"):
@@ -38,14 +38,14 @@ def packed(state: Any, what: str) -> Any:
 
 
 def unpacked(state: Any, what: str) -> Any:
-    """What `packed` was given; `what` is for messages."""
+    """The original state of `packed`; `what` is for messages."""
     if isinstance(state, dict) and state.keys() == {_TENSOR, _DTYPE}:
         return _tensor(state[_TENSOR], state[_DTYPE], what)
     return _with_each(state, lambda value: unpacked(value, what))
 
 
 def _with_each(state: Any, change: Callable[[Any], Any]) -> Any:
-    """A container with what a function makes of each of its values; all else as it is."""
+    """A container with a function applied to each of its values; anything else unchanged."""
     if isinstance(state, dict):
         kind = OrderedDict if isinstance(state, OrderedDict) else dict  # as the format knows them
         return kind((key, change(value)) for key, value in state.items())

@@ -1,4 +1,5 @@
-"""Checkpoints of Ray Train (v2) by reference: unickpt writes to the run's storage, and Ray is told.
+"""Checkpoints of Ray Train (v2) by reference: unickpt writes to the run's storage, and Ray gets a
+reference.
 
     from unickpt.integrations.ray import report, url_of
 
@@ -9,7 +10,7 @@
     report({"loss": loss}, state, f"step_{step}")
 
 Nothing is written to a local folder first, and nothing is uploaded by Ray. docs/integrations/ray.md
-says what differs.
+lists the differences.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from unickpt.errors import InvalidPath
 from unickpt.types import PendingSave
 
 _SCHEMES = {"local": "", "s3": "s3://", "gcs": "gs://"}
-"""What precedes the paths of PyArrow's file systems in unickpt's."""
+"""The prefixes of unickpt's paths for PyArrow's file systems."""
 
 
 def report(
@@ -41,7 +42,7 @@ def report(
 
     Called by all workers, as `ray.train.report`; returns when the state may change. Reports reach
     Ray in the order of their calls. An error of the save fails the training, at the latest when the
-    training function returns; Ray then goes on from the checkpoint that was reported last.
+    training function returns; Ray then resumes from the checkpoint that was reported last.
 
     Arguments:
         metrics: as for `ray.train.report`.

@@ -48,7 +48,7 @@ def states() -> PerProcess:
 
 
 def like() -> PerProcess:
-    """Asks for the states of this process. If the number of processes has changed, it gets those
+    """Requests the states of this process. If the number of processes has changed, it gets those
     that a process of its index saved; None if there was none."""
     return PerProcess(redistribute=_own)
 

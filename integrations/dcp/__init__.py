@@ -324,7 +324,7 @@ class SaveFuture(Future[Any]):
         return None
 
 
-# --- arguments: what cannot be honoured is refused by its name ------------------------------------
+# --- arguments: unsupported ones are refused by name ----------------------------------------------
 
 
 def _storage(kind: type[T], path: PathLike | None, storage: Any, argument: str, do: str) -> T:

@@ -5,7 +5,7 @@
     model.fit(x, y, epochs=9, callbacks=[UnickptCheckpoint("runs/a", resume=True)])
 
 Sharded variables are written by the devices that hold them, and loaded onto any
-`keras.distribution`. docs/integrations/keras.md says what differs from `OrbaxCheckpoint`.
+`keras.distribution`. docs/integrations/keras.md lists the differences from `OrbaxCheckpoint`.
 """
 
 from __future__ import annotations
@@ -79,9 +79,9 @@ def load_model(
     as `keras.saving.load_model`.
 
     Arguments:
-        path: as for `load`; or a directory of steps, of which the newest is loaded.
+        path: as for `load`; or a directory of steps, whose newest is loaded.
         custom_objects: classes by their registered names.
-        safe_mode: refuse what would run code from the checkpoint, such as `Lambda` layers.
+        safe_mode: refuse objects that would run code from the checkpoint, such as `Lambda` layers.
         options: see `LoadOptions`.
 
     Raises:
@@ -112,7 +112,7 @@ def load(
     with the first batch, and resets them at every epoch.
 
     Arguments:
-        path: a checkpoint, such as "runs/a/step_7", or what `unickpt.open` returned.
+        path: a checkpoint, such as "runs/a/step_7", or the result of `unickpt.open`.
         model: a built Keras model; compiled, unless `weights_only`. If loading fails, its variables
             are as before with JAX, and may be changed with torch.
         weights_only: leave the optimizer and the metrics as they are.
@@ -166,7 +166,7 @@ def _explained() -> Iterator[None]:
 
 
 class UnickptCheckpoint(MonitorCallback):
-    """Saves during `fit`, with the arguments of `keras.callbacks.OrbaxCheckpoint`; goes on after a
+    """Saves during `fit`, with the arguments of `keras.callbacks.OrbaxCheckpoint`; resumes after a
     stop.
 
     Steps are numbered as there: by the epoch, from 0, or with an integer `save_freq` by all batches
@@ -180,15 +180,15 @@ class UnickptCheckpoint(MonitorCallback):
             this one resumes.
         mode: "min", "max" or "auto": whether small or large values are good.
         save_freq: "epoch", or a number of batches.
-        initial_value_threshold: what the first value must be better than.
+        initial_value_threshold: the first value must be better than this.
         max_to_keep: how many steps to keep, the newest; None keeps all.
-        save_on_background: write while the training goes on. An error is raised by the next save or
+        save_on_background: write while training continues. An error is raised by the next save or
             at the end of `fit`.
         save_weights_only: leave out the optimizer and the metrics.
-        resume: when `fit` begins, load the newest step of the directory, if there is one, and go on
-            after it: with the next epoch, or within an epoch, of which the batches that are done
-            are drawn and not trained on. If there are only steps of `OrbaxCheckpoint`, the newest
-            of them, with the same `save_freq`.
+        resume: when `fit` begins, load the newest step of the directory, if there is one, and
+            resume after it: with the next epoch, or within an epoch, whose finished batches are
+            drawn and not trained on. If there are only steps of `OrbaxCheckpoint`, the newest of
+            them, with the same `save_freq`.
         options: see `SaveOptions`.
 
     Raises:
@@ -260,8 +260,8 @@ class UnickptCheckpoint(MonitorCallback):
     def on_train_begin(self, logs: Mapping[str, Any] | None = None) -> None:
         self.close()  # the last `fit` may have failed
         location = resolve_path(self.directory)
-        if location.is_local:  # is there from the start, also if nothing is good enough to be saved
-            with suppress(OSError):  # the first save says what is wrong
+        if location.is_local:  # exists from the start, also if nothing is good enough to be saved
+            with suppress(OSError):  # the first save raises the error
                 os.makedirs(str(location), exist_ok=True)
         self._checkpointer = Checkpointer(
             self.directory, keep_last=self.max_to_keep, options=self.options
@@ -379,7 +379,7 @@ class UnickptCheckpoint(MonitorCallback):
         model._initial_epoch = position.epoch
 
     def _load_from_orbax(self, state: KerasState) -> None:
-        """Goes on from the newest step of `OrbaxCheckpoint` in the directory, if there is one."""
+        """Resumes from the newest step of `OrbaxCheckpoint` in the directory, if there is one."""
         step = orbax_steps.newest(self.directory)
         if step is None:
             return

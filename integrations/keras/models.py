@@ -1,5 +1,5 @@
-"""Models from checkpoints alone: their configuration is stored beside their variables, and which of
-these are trained, as Keras' own checkpoints have them apart."""
+"""Models from checkpoints alone: the configuration and the names of trained variables are stored
+next to the variables, since Keras' own checkpoints separate trained ones."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ _log = logging.getLogger("unickpt")
 
 
 def config(model: Any) -> dict[str, Any]:
-    """The configuration of a model, as it is stored in the metadata; nothing, if Keras cannot tell
-    it."""
+    """The configuration of a model, as it is stored in the metadata; nothing, if Keras cannot
+    serialize it."""
     try:
         with warnings.catch_warnings(action="ignore"), ObjectSharingScope():
             text = json.dumps(keras.saving.serialize_keras_object(model))
@@ -117,9 +117,8 @@ def _give_paths(model: Any, noted: Any) -> None:
     """Gives variables the paths that they had when they were saved.
 
     Keras builds layers by themselves from a configuration, so that the path of `dense/kernel` lacks
-    the model's name, but for functional models; and it counts seed generators anew. If a path does
-    not end with the one that Keras gives, all stay as they are, and the load says what does not
-    fit.
+    the model's name, but for functional models; and it counts seed generators again. If a path does
+    not end with the one that Keras gives, all stay unchanged, and the load reports the mismatch.
     """
     if not isinstance(noted, dict):
         return

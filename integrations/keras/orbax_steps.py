@@ -1,4 +1,4 @@
-"""The steps of a run of `keras.callbacks.OrbaxCheckpoint`, which a `fit` can go on from."""
+"""The steps of a run of `keras.callbacks.OrbaxCheckpoint`, which a `fit` can resume from."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class OrbaxStep(NamedTuple):
         return Rules.parse(_RULES.replace(f"{_ITEM}/", "") if self.is_item else _RULES)
 
     def position(self, save_freq: Literal["epoch"] | int, batches: int) -> tuple[int, int]:
-        """The epoch to go on with, and how many of its batches are done.
+        """The epoch to resume with, and how many of its batches are done.
 
         Arguments:
             save_freq: as the callback had it that saved this step.

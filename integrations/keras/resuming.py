@@ -1,4 +1,4 @@
-"""A `fit` that goes on where a checkpoint was: its position, and what is skipped."""
+"""A `fit` that resumes at a checkpoint: its position, and the skipped batches."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ class FitPosition:
     """How far a `fit` has come.
 
     Arguments:
-        epoch: the epoch to go on with, from 0.
+        epoch: the epoch to resume with, from 0.
         batch: how many of its batches are done.
         batches: how many it has; -1 if unknown.
-        best: the best value of what is monitored; NaN if there is none.
+        best: the best value of the monitored metric; NaN if there is none.
     """
 
     epoch: int
@@ -30,10 +30,10 @@ class FitPosition:
 
 @dataclass(frozen=True)
 class ResumedFit:
-    """A `fit` that goes on: what is to do when its first epoch begins.
+    """A `fit` that resumes: the work to do when its first epoch begins.
 
     Arguments:
-        position: where it goes on.
+        position: where it resumes.
         randoms: the states of random generators at the save ("now") and, within an epoch, at the
             begin of that epoch ("begin"); None if they do not fit these processes.
         state: of the model.
@@ -46,10 +46,10 @@ class ResumedFit:
     metrics: dict[str, Any]
 
     def begin(self, model: Any, epoch: int, batches: int) -> Callable[[], None]:
-        """Makes the epoch begin where the save was; returns what ends the skipping.
+        """Makes the epoch begin where the save was; returns a function that ends the skipping.
 
         Raises:
-            ValueError: `fit` is called with other arguments, so that it cannot go on there.
+            ValueError: `fit` is called with other arguments, so that it cannot resume there.
         """
         done = self.position.batch
         if epoch != self.position.epoch:

@@ -54,21 +54,21 @@ class KerasState:
             _check_layer(layer)
 
     def tree(self) -> dict[str, Any]:
-        """What to save."""
+        """The tree to save."""
         return {
             group: _nested({path: _stored(variable) for path, variable in variables.items()})
             for group, variables in self._groups().items()
         }
 
     def like(self) -> dict[str, Any]:
-        """What to load into: torch tensors in place, all others new."""
+        """The tree to load into: torch tensors in place, all others new."""
         return {
             group: _nested({path: _target(variable, group) for path, variable in variables.items()})
             for group, variables in self._groups().items()
         }
 
     def assign(self, tree: Mapping[str, Any]) -> None:
-        """Gives the variables what was loaded; of groups that are missing, they keep theirs."""
+        """Sets the variables to the loaded values; variables of missing groups keep theirs."""
         for group, variables in self._groups().items():
             for path, variable in variables.items() if group in tree else ():
                 value = tree[group]
@@ -115,7 +115,7 @@ def _nested(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check_layer(layer: Any) -> None:
-    """Refuses a layer that has state beside its variables."""
+    """Refuses a layer that has state besides its variables."""
     if hasattr(layer, "save_assets") and not layer.get_config().get("vocabulary"):
         raise UnsupportedLeaf(
             f"layer {layer.name!r} ({type(layer).__name__}) has a vocabulary that is no variable; "
@@ -197,7 +197,7 @@ def random_state() -> dict[str, Any]:
 
 
 def set_random_state(state: Mapping[str, Any]) -> None:
-    """Sets what `random_state` returned, as far as this process has such generators."""
+    """Restores the result of `random_state`, as far as this process has such generators."""
     python = state["python"]
     words = tuple(int(word) for word in python["words"])
     random.setstate((python["version"], words, python["gauss"]))

@@ -6,7 +6,7 @@
     trainer = Trainer(strategy=Strategy())
 
 The training waits until the state is copied; the rest is done in the background. Works with
-`lightning` and with `pytorch_lightning`. docs/integrations/lightning.md says what differs.
+`lightning` and with `pytorch_lightning`. docs/integrations/lightning.md lists the differences.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from unickpt.integrations.lightning.values import ToSave, read
 from unickpt.types import Group
 
 _SHARDED = ("state_dict", "optimizer_states")
-"""What all ranks save and load; all else is as rank 0 has it."""
+"""The keys that all ranks save and load; all others are as rank 0 has them."""
 
 
 def _fabric() -> list[str]:
@@ -83,7 +83,7 @@ class UnickptCheckpointIO(_CheckpointIO):
         self.background = background
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """For processes that are spawned; what is in flight stays here."""
+        """For processes that are spawned; saves in flight stay here."""
         make = partial(type(self), background=self.background)
         return make, (self.options, self.load_options)
 
@@ -93,13 +93,13 @@ class UnickptCheckpointIO(_CheckpointIO):
 
     @cached_property
     def _alone(self) -> Group:
-        # The same for all saves, so that what is known of the state is used again.
+        # The same for all saves, so that cached facts about the state are reused.
         return group_of_one()
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: PathLike, storage_options: Any = None
     ) -> None:
-        """Saves what one process holds; returns when it may change.
+        """Saves the state of one process; returns when it may change.
 
         Arguments:
             checkpoint: as Lightning's trainer makes it.
@@ -140,7 +140,7 @@ class UnickptCheckpointIO(_CheckpointIO):
         *,
         state: None = None,
     ) -> dict[str, Any]:
-        """Loads what was saved, whole; files that Lightning itself saved as Lightning does.
+        """Loads a whole checkpoint; files that Lightning itself saved as Lightning does.
 
         Arguments:
             path: a local path or a URL.
@@ -151,7 +151,7 @@ class UnickptCheckpointIO(_CheckpointIO):
         Raises:
             TypeError: an argument cannot be honoured; names it.
             CheckpointExists: a `ModelCheckpoint` of this job would save where a file of Lightning's
-                own is; says what to move.
+                own is; names the file to move.
             UnickptError: as `unickpt.load`.
         """
         if state is not None:
@@ -239,7 +239,7 @@ class ShardedCheckpoints:
         super().setup_environment()  # type: ignore[misc]
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The model's state; of what is sharded the part of this rank. Empty with DeepSpeed, whose
+        """The model's state; of sharded tensors this rank's part. Empty with DeepSpeed, whose
         engine is saved instead."""
         if engines.engine_of(self) is not None:
             return {}
@@ -284,10 +284,10 @@ class ShardedCheckpoints:
     def load_checkpoint(
         self, checkpoint_path: PathLike, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Loads into the model and the optimizers; also what Lightning itself saved.
+        """Loads into the model and the optimizers; also Lightning's own checkpoints.
 
         Returns:
-            What else is in the checkpoint.
+            The rest of the checkpoint.
 
         Raises:
             UnickptError: as `unickpt.load`.
@@ -314,7 +314,8 @@ class ShardedCheckpoints:
         return other_values
 
     def _load(self, stored: Checkpoint, state: dict[str, Any]) -> dict[str, Any]:
-        """Loads into the tensors of a state dict, and returns what is not in it."""
+        """Loads into the tensors of a state dict, and returns the stored values that are not in
+        it."""
         io = self.checkpoint_io
         check_same_kind(stored.location, stored.metadata, has_engine=False)
         other_values: dict[str, Any] = read(stored, skip={*_SHARDED}, options=io.load_options)
@@ -393,7 +394,7 @@ def _is_file(path: PathLike) -> bool:
 
 
 def _with_values(state: Any, new_state: Any) -> Any:
-    """A state dict with what was loaded: its tensors, which are filled, and new values."""
+    """A state dict after a load: its tensors, which are filled, and new values."""
     if isinstance(state, dict):
         return type(state)((key, _with_values(x, new_state[key])) for key, x in state.items())
     if type(state) is list:

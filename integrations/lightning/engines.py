@@ -1,5 +1,5 @@
-"""Lightning's DeepSpeedStrategy: its engine saves and loads as with `use_unickpt`, beside what else
-is in a checkpoint of Lightning, which is below one name."""
+"""Lightning's DeepSpeedStrategy: its engine saves and loads as with `use_unickpt`. The rest of
+Lightning's checkpoint lies next to its state, below one name."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def engine_of(strategy: Any) -> Any:
 
 
 def with_engine(strategy: Any, checkpoint: Mapping[str, Any]) -> tuple[EngineTree, dict[str, Any]]:
-    """What is saved, and its metadata.
+    """The tree to save, and its metadata.
 
     Arguments:
         strategy: whose engine is saved.
@@ -41,16 +41,16 @@ def with_engine(strategy: Any, checkpoint: Mapping[str, Any]) -> tuple[EngineTre
 
 
 def load(strategy: Any, path: str, fits: bool, options: LoadOptions | None) -> dict[str, Any]:
-    """Loads into the engine, and returns what else is in the checkpoint.
+    """Loads into the engine, and returns the rest of the checkpoint.
 
     Arguments:
         strategy: whose engine is loaded into.
         path: of a checkpoint of ours.
-        fits: whether the training goes on, for which more than the weights is needed.
+        fits: whether training resumes, which needs more than the weights.
         options: how to load.
     """
 
-    stored = unickpt.open(path)  # once: what is there may be replaced meanwhile
+    stored = unickpt.open(path)  # once: the checkpoint may be replaced meanwhile
     check_same_kind(path, stored.metadata, has_engine=True)
     other_values: dict[str, Any] = read(stored, only={_REST}, options=options)
     strict = strategy.lightning_module.strict_loading

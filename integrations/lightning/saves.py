@@ -1,4 +1,4 @@
-"""The saves of a Lightning job that are in flight: what becomes of their paths, and what waits.
+"""The saves of a Lightning job that are in flight: their paths, and operations that wait for them.
 
 Lightning takes any file or folder of a checkpoint's name for a checkpoint, and removes the last one
 as soon as `save_checkpoint` has returned. So a new checkpoint on a local disk gets its name when it
@@ -45,9 +45,9 @@ class SaveDestination:
 
     Arguments:
         path: where it will be; see `_whole`.
-        hidden: the folder beside it that has it until it is complete; None if it is saved at its
-            path: in object storage, where no folder is seen before its manifest, or in place of
-            a checkpoint, which stays readable until then.
+        hidden: the folder next to it that has it until it is complete; None if it is saved at its
+            path: in object storage, where no folder is seen before its manifest, or in place of a
+            checkpoint, which stays readable until then.
     """
 
     path: str
@@ -55,12 +55,13 @@ class SaveDestination:
 
     @classmethod
     def at_path(cls, path: PathLike) -> SaveDestination:
-        """Looks what is at a path."""
+        """The destination of a save to a path, which depends on the storage and on an existing
+        file."""
         text = _whole(path)
         if "://" in text or (os.path.lexists(text) and not os.path.islink(text)):
             return cls(text, None)
         folder, name = os.path.split(text)
-        with suppress(OSError):  # else the save says what is wrong
+        with suppress(OSError):  # else the save raises the error
             os.makedirs(folder, exist_ok=True)  # at once, because Lightning may make links in it
         # With SLURM, Lightning looks for the text "hpc_ckpt_" anywhere in the names of a folder.
         return cls(text, os.path.join(folder, f".{name.replace('_', '__')}.saving"))
@@ -89,7 +90,7 @@ class _PendingStep:
         self.attempt = attempt
 
     def reveal(self, timeout_s: float, fsync: bool) -> None:
-        """Gives the committed checkpoint its name, when no rank looks at the hidden one any more.
+        """Gives the committed checkpoint its name, once no rank uses the hidden one.
 
         Raises:
             SaveTimeout: a rank has not seen the commit in time.
@@ -103,7 +104,7 @@ class _PendingStep:
             return
         self._wait_seen(hidden, timeout_s)
         try:
-            if os.path.islink(path):  # such as `save_last="link"` makes; what it points to stays
+            if os.path.islink(path):  # such as `save_last="link"` makes; its target stays
                 os.unlink(path)
             os.rename(hidden, path)
             if fsync:
@@ -136,7 +137,7 @@ class Saves:
     """Begins saves, one written after the other, and removes checkpoints in their order."""
 
     _every: ClassVar[weakref.WeakSet[Saves]] = weakref.WeakSet()
-    """Those of all trainers of this process: one may load what another still saves."""
+    """The saves of all trainers of this process: one may load what another still saves."""
 
     def __init__(self) -> None:
         self._queue = SaveQueue()
@@ -251,11 +252,11 @@ class Saves:
 
 
 def must_wait(path: str) -> bool:
-    """Whether Lightning would miss a checkpoint that is still being saved when it goes on.
+    """Whether Lightning would miss a checkpoint that is still being saved when it continues.
 
-    So it is where no training goes on, at whose end saves are waited for; before SLURM starts the
-    job again; and with a `ModelCheckpoint` that makes links at once, or that looks which of the
-    names that do not change are taken. Plugins are not told the `Trainer`: it is who calls.
+    So it would outside of training, at whose end saves are waited for; before SLURM restarts the
+    job; and with a `ModelCheckpoint` that makes links at once, or that checks which of its fixed
+    names are taken. Plugins do not get the `Trainer`: it is found as their caller.
     """
     name = os.path.basename(path)
     if name.startswith("hpc_ckpt_"):
@@ -273,8 +274,8 @@ def must_wait(path: str) -> bool:
 def check_last_can_be_saved(loaded: Mapping[str, Any]) -> None:
     """Checks, before a job resumes, that it can save where `save_last` will.
 
-    Lightning goes on with the name of the resumed run's last checkpoint, which may be a file that
-    its own plugin wrote. Files are never overwritten, so the first save would end the job.
+    Lightning reuses the name of the resumed run's last checkpoint, which may be a file that its own
+    plugin wrote. Files are never overwritten, so the first save would end the job.
 
     Arguments:
         loaded: what the job resumes from.
@@ -343,7 +344,7 @@ def remove(path: PathLike) -> None:
 
 
 def _whole(path: PathLike) -> str:
-    """A path or URL by which a checkpoint is known, from whichever folder and however named."""
+    """The canonical path or URL of a checkpoint, independent of the working folder and of links."""
     text = os.fspath(path)
     if "://" in text:
         return text
@@ -352,7 +353,7 @@ def _whole(path: PathLike) -> str:
 
 
 def _with_path(options: SaveOptions, path: str) -> SaveOptions:
-    """Options whose `metrics` is told where the checkpoint will be, not where it is hidden."""
+    """Options whose `metrics` gets the final path of the checkpoint, not the hidden one."""
     metrics = options.metrics
     if metrics is None:
         return options

@@ -1,6 +1,6 @@
-"""What is in a Lightning checkpoint besides arrays: stored without pickle, and restored exactly.
+"""The content of a Lightning checkpoint besides arrays: stored without pickle, restored exactly.
 
-Types that the format does not know are stored as what they consist of; `stored_types` says how.
+Types that the format does not know are stored as their parts; `stored_types` records how.
 """
 
 from __future__ import annotations
@@ -106,10 +106,10 @@ class ToSave(SavedOnly):
 
 
 def stored_form(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
-    """A checkpoint as it is stored, with the types of what is stored as something else.
+    """A checkpoint as it is stored, with the types of values that are stored in another form.
 
     Raises:
-        UnsupportedLeaf: lists all values that cannot be stored, with what to do about each.
+        UnsupportedLeaf: lists all values that cannot be stored, with a way out for each.
 
     Example:
         >>> from pathlib import Path
@@ -131,14 +131,15 @@ def stored_form(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class _TakenApart:
-    """The types of what was taken apart, by name and outermost first; and what was refused."""
+    """The types of values that were taken apart, by name and outermost first; and refused
+    values."""
 
     def __init__(self) -> None:
         self.types: dict[str, list[str]] = {}
         self.refused: list[str] = []
 
     def form(self, value: Any, name: str) -> Any:
-        """What is stored of a value."""
+        """The stored form of a value."""
         if isinstance(value, torch.Tensor):
             return self._tensor(value, name)
         if is_plain(value) or isinstance(value, LocalFragments):
@@ -206,10 +207,10 @@ def read(
         options: how to load.
 
     Returns:
-        What Lightning's trainer takes: arrays are tensors, except those that were NumPy's.
+        A checkpoint for Lightning's trainer: arrays are tensors, except those that were NumPy's.
 
     Raises:
-        CheckpointCorrupt: what it holds does not fit the types that it names.
+        CheckpointCorrupt: its values do not fit the types that it names.
         UnickptError: as `unickpt.load`.
     """
     node = unwrapped(structure_of(stored))
@@ -234,7 +235,7 @@ def read(
 
 
 def _empty(stored: Checkpoint, name: str, types: list[str], device: Any) -> Any:
-    """What to load an array into."""
+    """The target to load an array into."""
     entry = stored[name]
     if types[-1:] in (["numpy"], ["numpy scalar"]):
         return np.empty(entry.shape, entry.dtype)
@@ -280,7 +281,7 @@ def _is_namedtuple(value: Any) -> bool:
 
 
 def _hint(value: Any, name: str) -> str:
-    """What to do about a value that cannot be stored."""
+    """The way out for a value that cannot be stored."""
     top, _, below = name.partition("/")
     if top in ("hyper_parameters", "datamodule_hyper_parameters"):
         argument = below.partition("/")[0]

@@ -3,7 +3,7 @@
     from unickpt.integrations import maxtext
     maxtext.install()
 
-docs/integrations/maxtext.md says what differs.
+docs/integrations/maxtext.md lists the differences.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def _module(name: str) -> ModuleType:
 
 
 def _replace(module: ModuleType, replacements: Mapping[int, Any]) -> None:
-    """Replaces what a module has imported, under whatever names."""
+    """Replaces objects that a module has imported, under any name."""
     for name, value in list(vars(module).items()):
         if id(value) in replacements:
             setattr(module, name, replacements[id(value)])

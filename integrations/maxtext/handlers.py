@@ -29,7 +29,7 @@ class StateHandler(TreeHandler):
     """Stores states for Orbax's version 1."""
 
     async def load(self, directory: Any, abstract_checkpointable: Any = None) -> Awaitable[Any]:
-        """Loads a state; what older versions of MaxText did not save is left abstract."""
+        """Loads a state; leaves that older versions of MaxText did not save stay abstract."""
         like = without_absent(directory, abstract_checkpointable)
         loading = await super().load(directory, like)
 
@@ -51,7 +51,7 @@ class Version0Handler(Handler):
         )
 
     def restore(self, directory: Any, item: Any = None, args: Any = None, **options: Any) -> Any:
-        """Restores a state; what older versions of MaxText did not save is left abstract."""
+        """Restores a state; leaves that older versions of MaxText did not save stay abstract."""
         if args is None:
             args = Restore(item, **options)
         if args.item is None:
@@ -60,7 +60,8 @@ class Version0Handler(Handler):
         return completed(super().restore(directory, args=replace(args, item=like)), args.item)
 
     def finalize(self, directory: Any) -> None:
-        """Leaves the file by which version 1 knows a tree, too: MaxText 0.2.5 loads by that."""
+        """Also writes the file that marks a tree for version 1: MaxText 0.2.5 requires it to
+        load."""
         super().finalize(directory)
         if ocp.multihost.is_primary_host(0):
             (directory / TREE_MARKER).write_text("{}")
@@ -94,7 +95,7 @@ def register(save_options: SaveOptions | None, load_options: LoadOptions | None)
 
 
 def replacements() -> Mapping[int, Any]:
-    """What MaxText is to use of version 0 instead of Orbax's own, by the `id` of that."""
+    """Replacements for Orbax's own objects of version 0, by their `id`."""
     return {
         id(ocp): _VERSION_0,
         id(ocp.PyTreeCheckpointHandler): Version0Handler,
@@ -133,7 +134,7 @@ class _Version0:
 _VERSION_0 = _Version0()
 
 
-# --- what a checkpoint may lack ------------------------------------------------------------------
+# --- leaves that a checkpoint may lack -----------------------------------------------------------
 
 
 def without_absent(directory: Any, like: Any) -> Any:
@@ -160,7 +161,7 @@ def _may_lack(name: str) -> bool:
 
 
 def completed(loaded: Any, like: Any) -> Any:
-    """What was loaded, with the leaves of `like` where there are placeholders: they stay abstract,
+    """The loaded tree, with the leaves of `like` where there are placeholders: they stay abstract,
     and MaxText initialises them."""
     if like is None:
         return loaded

@@ -7,7 +7,7 @@
 
 `latest(run)` is the folder of the newest checkpoint of a run that is complete.
 
-docs/integrations/megatron.md says what is stored, and what differs.
+docs/integrations/megatron.md describes the stored state and the differences.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ _BASE = "megatron.core.dist_checkpointing.strategies.base"
 
 
 def _register() -> None:
-    """Tells Megatron, until 0.16, which strategies belong to what `metadata.json` says, so that
-    `dist_checkpointing.load(state, folder)` finds ours."""
+    """Registers our strategies with Megatron, until 0.16, so that `dist_checkpointing.load(state,
+    folder)` finds them by `metadata.json`."""
     if find_spec(_BASE) is None:
         return
     base = import_module(_BASE)

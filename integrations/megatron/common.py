@@ -1,6 +1,6 @@
-"""`common.pt`, in which Megatron keeps what all ranks have alike: the arguments, the iteration, the
-schedules. Megatron reads it itself. What it holds is stored in the checkpoint as well, under the
-names that it has in Megatron's own folders; and its digest, so that a later one is noticed."""
+"""`common.pt`, Megatron's file of the state that all ranks share: the arguments, the iteration, the
+schedules. Megatron reads it itself. The checkpoint stores its content as well, under the names of
+Megatron's own folders, and its digest, so that a later file is noticed."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def write(folder: str, state: Mapping[str, Any]) -> None:
 
 
 def tree(folder: str) -> dict[str, Any]:
-    """What it holds, to store.
+    """Its content, to store.
 
     Raises:
         UnsupportedLeaf: part of it cannot be stored.
@@ -91,8 +91,8 @@ def _digest(folder: str) -> str:
 def latest(run: str | os.PathLike[str]) -> str | None:
     """The newest complete checkpoint of a run.
 
-    Megatron writes `metadata.json` last, into its place: a job that dies just then leaves half of
-    it, with which `dist_checkpointing.load` fails. Such a checkpoint is not complete.
+    Megatron writes `metadata.json` last, directly into its place: a job that dies just then leaves
+    half of it, and `dist_checkpointing.load` fails. Such a checkpoint is not complete.
 
     Arguments:
         run: a folder with one checkpoint in each of its folders, of unickpt or of Megatron itself.

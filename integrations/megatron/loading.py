@@ -1,5 +1,5 @@
-"""The load strategy: fills what `dist_checkpointing.load` asks for, from our checkpoints, and from
-Megatron's own by its own strategy."""
+"""The load strategy: fills the state that `dist_checkpointing.load` requests, from our checkpoints,
+and from Megatron's own with Megatron's strategy."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from unickpt.integrations.megatron.pieces import TensorPiece, pieces_of
 from unickpt.integrations.megatron.saving import BACKEND, VERSION, fragments, place
 from unickpt.integrations.megatron.stored import StoredItems
 
-_OWN = {"format": "unickpt"}  # also where files of Megatron's lie beside it
+_OWN = {"format": "unickpt"}  # also where files of Megatron's lie next to it
 _LACKING = (
     "{} lacks sharded objects that the state dict asks for. Objects, such as the states of random "
     "generators, keep the parallel sizes with which they were saved: leave them out of the state "
@@ -79,8 +79,8 @@ class LoadStrategy(megatron_torch.TorchDistLoadShardedStrategy):
 
         Raises:
             UnsupportedFormat: it was saved by a later unickpt.
-            LoadMismatch: what is asked for is not stored, or not so; or `common.pt` is of another
-                save.
+            LoadMismatch: the requested state is not stored, or not in this form; or `common.pt` is
+                of another save.
             ProcessFailed: another rank could not load.
             UnickptError: as `unickpt.load`.
         """
@@ -97,7 +97,7 @@ class LoadStrategy(megatron_torch.TorchDistLoadShardedStrategy):
             request = _ShardRequest(sharded_state_dict, items, self._buckets)
             results[:] = [request.filled(self._cast, self._unpickle, self.options)]
 
-        # No rank goes on while another fails: it would wait for it elsewhere.
+        # No rank continues while another fails: it would wait for it elsewhere.
         group = job_group(self.options.group, self.options.timeout_s)
         with loaded_together(group, folder):
             try:
@@ -122,7 +122,8 @@ class LoadStrategy(megatron_torch.TorchDistLoadShardedStrategy):
             metadata: dict[str, Any] = super().load_sharded_metadata(checkpoint_dir)
             return metadata
         stored = StoredItems(unickpt.open(folder, hints=_OWN), folder)
-        # What Megatron's optimizer asks for by the keys of its buckets, is stored by other ones.
+        # State that Megatron's optimizer requests by the keys of its buckets is stored under other
+        # keys.
         return {**stored.objects(), **stored.tensors(), **self._buckets.metadata()}
 
     def remove_sharded_tensors(self, checkpoint_dir: str, key_prefix: str) -> None:
@@ -137,9 +138,9 @@ class LoadStrategy(megatron_torch.TorchDistLoadShardedStrategy):
 def is_ours(folder: str) -> bool:
     """Whether it is our checkpoint that is to be loaded from a folder, and not one of Megatron's.
 
-    Where both are, after a job has gone back to a step with the other's strategy, it is that to
-    which `common.pt` belongs. (`metadata.json` of some versions of Megatron, 0.19 for one, does not
-    tell them apart if the strategy was within `FullyParallelSaveStrategyWrapper`.)
+    If both are there, after a job went back to a step with the other's strategy, the one that
+    `common.pt` belongs to counts. (`metadata.json` of some versions of Megatron, 0.19 for one, does
+    not distinguish them if the strategy was within `FullyParallelSaveStrategyWrapper`.)
     """
     if not os.path.exists(os.path.join(folder, MANIFEST)):
         config = maybe_load_config(folder)
@@ -160,11 +161,11 @@ def _check_version(folder: str) -> None:
 
 
 class _ShardRequest:
-    """What a sharded state dict asks for.
+    """The state that a sharded state dict requests.
 
     Arguments:
         sharded_state_dict: of this rank.
-        items: what there is.
+        items: the stored ones.
         buckets: of the optimizer.
     """
 
@@ -178,7 +179,7 @@ class _ShardRequest:
         self._beyond: list[tuple[torch.Tensor, tuple[int, ...]]] = []
 
     def filled(self, cast: bool, unpickle: bool, options: LoadOptions) -> Any:
-        """The state dict, with what was loaded."""
+        """The state dict, with the loaded values."""
         like: dict[str, Any] = {}
         copies: list[tuple[TensorPiece, TensorPiece]] = []
         for key, pieces in self._pieces().items():
@@ -198,7 +199,7 @@ class _ShardRequest:
                     data.narrow(dim, end, data.shape[dim] - end).zero_()
 
         def result(value: Any) -> Any:
-            # The sizes of buckets are those of this job's, not of the ones that were saved.
+            # The sizes of buckets are those of this job, not of the saving one.
             if isinstance(value, ShardedTensor) or is_geometry(value.key):
                 return value.data
             node = self._objects[value.unique_key]
@@ -226,11 +227,11 @@ class _ShardRequest:
         return pieces_by_key
 
     def _within_stored(self, piece: TensorPiece) -> list[TensorPiece]:
-        """What of a piece of an array of another size is stored; its other elements become 0."""
+        """The stored part of a piece of an array of another size; its other elements become 0."""
         node = self._items.find(piece.key)
         entry = self._index.arrays.get(node.name) if isinstance(node, Leaf) else None
         if entry is None or len(entry.shape) != len(piece.shape):
-            return [piece]  # that is told with all other differences
+            return [piece]  # that is reported with all other differences
         start, shape = piece.box.start, tuple(entry.shape)
         ends = zip(start, piece.box.stop, shape, strict=True)
         sizes = tuple(max(0, min(stop, extent) - begin) for begin, stop, extent in ends)
@@ -242,7 +243,7 @@ class _ShardRequest:
         return [replace(piece, shape=shape, box=box, data=part)]
 
     def _add_object(self, like: dict[str, Any], value: ShardedObject) -> str:
-        """Asks for an object; returns why that is impossible."""
+        """Requests an object; returns why that is impossible."""
         match = self._items.object(value)
         if match is None:
             shards = self._items.shards(value.key)

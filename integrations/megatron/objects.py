@@ -1,8 +1,8 @@
-"""The values of Megatron's sharded objects: stored as what they consist of, and restored exactly.
+"""The values of Megatron's sharded objects: stored as their parts, and restored exactly.
 
-Nothing is pickled but objects of classes that are not known; those are opaque, and unpickled only
-if the user asks for it. What was no plain Python container is in the stored tree within a wrapper
-that has the name of its type, so that names are those that the values have in Megatron's own files.
+Only objects of unknown classes are pickled; those are opaque, and unpickled only on the user's
+request. Other values than plain Python containers are stored in a wrapper with the name of their
+type, so that names are the same as in Megatron's own files.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _BY_CLASS = {cls: kind for kind in _TYPES for cls in kind.kinds}
 
 
 class _Typed(SavedOnly):
-    """A value of which another is stored; a wrapper in the tree. Its subclasses have the names of
+    """A value that is stored as another; a wrapper in the tree. Its subclasses have the names of
     types."""
 
     def __init__(self, stored: Any) -> None:
@@ -142,11 +142,11 @@ def restored(
         node: its structure.
         values: the plain values by name.
         arrays: the arrays by name.
-        unpickle: whether to unpickle what is opaque.
+        unpickle: whether to unpickle opaque objects.
 
     Raises:
         LoadMismatch: something is opaque, and not to be unpickled.
-        UnsupportedFormat: a type is not known, or does not fit what is stored.
+        UnsupportedFormat: a type is not known, or does not fit the stored value.
     """
     if isinstance(node, Leaf):
         value = arrays[node.name] if node.name in arrays else values[node.name]
@@ -175,6 +175,6 @@ def restored(
 
 
 def _kind(node: Node) -> str:
-    """The name of the type of which a stored value was, if it is within our wrapper."""
+    """The name of the original type of a stored value, if it is within our wrapper."""
     ours = node.kind == "wrapper" and node.type_name.startswith(_MARK)
     return node.type_name.removeprefix(_MARK) if ours else ""

@@ -1,5 +1,5 @@
-"""What a save asks a live optimizer of Megatron: what its steps change, and which parameter lies
-where in the flat buckets of a distributed one (dp_reshardable)."""
+"""Facts about a live optimizer of Megatron that a save needs: the tensors that its steps change,
+and the positions of parameters in the flat buckets of a distributed one (dp_reshardable)."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ class Buckets:
             With each, whether it is this replica that is saved.
 
         Raises:
-            UnsupportedLeaf: they cannot be told.
+            UnsupportedLeaf: they cannot be determined.
         """
         match = _BUCKET.fullmatch(sharded.key)
         assert match is not None, "it is a bucket"
@@ -163,7 +163,8 @@ class Buckets:
         return pieces
 
     def metadata(self) -> dict[str, Any]:
-        """What this rank's optimizer asks for by the keys of its buckets, without data."""
+        """The state that this rank's optimizer requests by the keys of its buckets, without
+        data."""
         if not any(hasattr(part, "gbuf_ranges") for part in parts_of(self._optimizer)):
             return {}
         kind = {"distrib_optim_sharding_type": "dp_reshardable"}
@@ -173,7 +174,7 @@ class Buckets:
         return {x.key: x.without_data() for x in nested_values(sharded_state)}
 
     def _elements_in_buckets(self) -> dict[tuple[int, int, int], dict[int, _Held]]:
-        """What is where: by optimizer, buffer and bucket, then by the position in the bucket."""
+        """The positions: by optimizer, buffer and bucket, then by the position in the bucket."""
         if self._slots is None:
             self._slots = {}
             for number, part in enumerate(parts_of(self._optimizer)):

@@ -53,7 +53,7 @@ def pieces_of(sharded: Any) -> list[TensorPiece]:
 
 @dataclass(frozen=True)
 class Strided:
-    """Where the elements of a tensor are in the flattened parameter of which it is a part.
+    """Where the elements of a tensor are in the flattened parameter that it is a part of.
 
     Arguments:
         strides: in elements.
@@ -67,7 +67,7 @@ class Strided:
 def flat_pieces(
     sharded: Any, data: torch.Tensor, part: tuple[int, int], where: Strided
 ) -> list[TensorPiece]:
-    """The boxes of a `ShardedTensor` of which only some elements are held.
+    """The boxes of a `ShardedTensor` that is only partly on this rank.
 
     Arguments:
         sharded: says where in the global array its tensor lies.

@@ -1,4 +1,4 @@
-"""The save strategy: what `dist_checkpointing.save` hands over, as one atomic checkpoint."""
+"""The save strategy: saves the state from `dist_checkpointing.save` as one atomic checkpoint."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from unickpt.integrations.megatron.waiting import Wait
 from unickpt.types import LocalFragments, PendingSave, SaveReport
 
 BACKEND, VERSION = "unickpt", 1
-"""What `metadata.json` says of our checkpoints."""
+"""The content of `metadata.json` in our checkpoints."""
 _KEPT = ("metadata.json", common.COMMON, f"{common.COMMON}.partial", "modelopt_state")
 
 
@@ -38,11 +38,11 @@ class SaveStrategy(megatron_torch.TorchDistSaveShardedStrategy):  # as Megatron 
 
     Arguments:
         optimizer: Megatron's, or None. With it, the state of a distributed optimizer in flat
-            buckets (dp_reshardable) is stored by the parameters' names, in their shapes; and what
-            its steps change may be copied in the background, as with
+            buckets (dp_reshardable) is stored by the parameters' names, in their shapes; and
+            tensors that its steps change may be copied in the background, as with
             `unickpt.Checkpointer(optimizers=...)`, because its next step waits for that.
         options: see `unickpt.SaveOptions`. `staging="lazy"` needs `optimizer`.
-        metadata: what the job gives to the model's `sharded_state_dict(metadata=...)`, if that
+        metadata: the job's argument of the model's `sharded_state_dict(metadata=...)`, if that
             changes the keys of its parameters. Only for dp_reshardable.
 
     Raises:
@@ -84,7 +84,7 @@ class SaveStrategy(megatron_torch.TorchDistSaveShardedStrategy):  # as Megatron 
         self, sharded_state_dict: dict[str, Any], checkpoint_dir: str, async_strategy: str = "mcore"
     ) -> Any:
         """Begins to save, and returns a request for an `AsyncCallsQueue`, ours or Megatron's: the
-        save runs already. Its finalisation raises what made the save fail.
+        save runs already. Its finalisation raises the error of the save.
 
         Raises:
             UnickptError: as `unickpt.save_async`.
@@ -107,7 +107,7 @@ class SaveStrategy(megatron_torch.TorchDistSaveShardedStrategy):  # as Megatron 
         self.report = pending.result()
 
     def _prepared(self, state: dict[str, Any], folder: str) -> tuple[Destination, _ShardedState]:
-        """Where to save, and what."""
+        """The destination, and the tree to save."""
         sharded_objects = (x for x in nested_values(state) if isinstance(x, ShardedObject))
         common_objects = [x for x in sharded_objects if x.key == common.COMMON_KEY]
         first = dist.get_rank() == 0
@@ -128,14 +128,13 @@ class SaveStrategy(megatron_torch.TorchDistSaveShardedStrategy):  # as Megatron 
 
 @dataclass(frozen=True, eq=False)
 class _ShardedState(SavedOnly):
-    """What to save, as a tree; made within the save, so that it fails on all ranks if it fails on
-    one.
+    """The tree to save; made within the save, so that it fails on all ranks if it fails on one.
 
     Arguments:
         sharded_state_dict: of this rank.
         folder: where Megatron has put `common.pt`.
         buckets: of the optimizer.
-        with_common: whether this rank saves what is in it.
+        with_common: whether this rank saves its content.
     """
 
     sharded_state_dict: dict[str, Any]
@@ -171,7 +170,7 @@ class _ShardedState(SavedOnly):
         return tree
 
     def _pieces(self, value: ShardedTensor) -> list[TensorPiece]:
-        """What this rank saves of a `ShardedTensor`."""
+        """The part of a `ShardedTensor` that this rank saves."""
         if optimizers.is_bucket(value.key):
             return [piece for piece, saved in self.buckets.pieces(value) if saved]
         return pieces_of(value) if is_main(value.replica_id) else []
@@ -183,7 +182,7 @@ def _is_saved(value: ShardedObject) -> bool:
 
 
 def place(root: dict[str, Any], key: str, value: Any) -> None:
-    """Puts a value under a key of Megatron's, of which a `/` is a level of the tree.
+    """Puts a value under a key of Megatron's; each `/` is a level of the tree.
 
     Raises:
         UnsupportedLeaf: something else is there.
@@ -194,7 +193,7 @@ def place(root: dict[str, Any], key: str, value: Any) -> None:
 
 
 def fragments(key: str, pieces: Sequence[TensorPiece]) -> LocalFragments:
-    """What this rank holds of an array.
+    """This rank's part of an array.
 
     Raises:
         UnsupportedLeaf: the pieces contradict each other.

@@ -1,4 +1,4 @@
-"""What a checkpoint of ours holds, as Megatron names it: tensors and objects by their keys."""
+"""The content of our checkpoint by Megatron's names: tensors and objects by their keys."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class StoredItems:
         self._root = node
 
     def find(self, key: str) -> Node | Leaf | None:
-        """What is stored under a key, of which a `/` is a level of the tree."""
+        """The stored value of a key; each `/` is a level of the tree."""
         parts = key.split("/")
         node: Node | Leaf | None = self._root
         for part in parts if all(parts) else [key]:
@@ -51,8 +51,8 @@ class StoredItems:
         return node
 
     def object(self, requested: ShardedObject) -> tuple[str, Node | Leaf] | None:
-        """The key and the value of an object. That of an optimizer of one data-parallel group is,
-        with other parallel sizes, that of any group, if they are all equal.
+        """The key and the value of an object. With other parallel sizes, the value of an optimizer
+        of one data-parallel group is that of any group, if all are equal.
 
         Raises:
             LoadMismatch: they are not.
@@ -117,7 +117,7 @@ def _children(node: Node | Leaf | None) -> dict[str | int, Node | Leaf]:
 
 
 def _items(node: Node | Leaf, above: tuple[str, ...]) -> Iterator[tuple[str, Node | Leaf]]:
-    """All leaves and objects by key; what is in an object is not taken apart."""
+    """All leaves and objects by key; objects are not taken apart."""
     for key, child in _children(node).items():
         path = (*above, str(key))
         if isinstance(child, Leaf) or _SHARD.fullmatch(str(key)):

@@ -1,7 +1,7 @@
 """How Megatron's queue of asynchronous saves learns that one of ours has ended.
 
-The save runs on threads of the training process, which own its memory. Our queue asks it.
-Megatron's watches a process, one that it forks or a persistent worker, which waits for a message.
+The save runs on threads of the training process, which own its memory. Our queue polls it.
+Megatron's queue watches a process, a fork or a persistent worker, which waits for a message.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Wait:
         self._ended, sender = Pipe(duplex=False)
 
         def tell() -> None:
-            with suppress(OSError), sender:  # nobody may be there who listens
+            with suppress(OSError), sender:  # there may be no receiver
                 sender.send_bytes(b"ended")
 
         pending.add_done_callback(tell)
@@ -62,8 +62,8 @@ class Wait:
 class AsyncCallsQueue(async_utils.AsyncCallsQueue):
     """Megatron's queue of asynchronous saves, without a process for those of `SaveStrategy`.
 
-    Megatron's own forks the trainer for each save, whoever saves; the steps after it then copy each
-    page of memory that they write. Requests of other strategies are treated as ever.
+    Megatron's own queue forks the trainer for each save of any strategy; the steps after it then
+    copy each page of memory that they write. Requests of other strategies are handled as usual.
 
     Arguments:
         persistent: see Megatron's.
@@ -101,7 +101,7 @@ class _Caller(async_utils.TemporalAsyncCaller):
 
 
 class _Saving:
-    """A save, with what the queue asks of a process."""
+    """A save, with the methods that the queue calls on a process."""
 
     def __init__(self, pending: PendingSave) -> None:
         self._pending = pending

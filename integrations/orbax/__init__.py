@@ -4,8 +4,8 @@
     from unickpt.integrations.orbax import registry
     manager = ocp.CheckpointManager(path, handler_registry=registry())
 
-`v1_registry` is for a `Context` of `orbax.checkpoint.v1`. docs/integrations/orbax.md says what
-differs.
+`v1_registry` is for a `Context` of `orbax.checkpoint.v1`. docs/integrations/orbax.md lists the
+differences.
 """
 
 from typing import TYPE_CHECKING, Any

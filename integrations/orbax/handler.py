@@ -22,7 +22,7 @@ from unickpt.types import PendingSave
 
 MARKER = "UNICKPT.txt"
 _NOT_REPLACED = (MARKER, "_METADATA", "_CHECKPOINT_METADATA", "commit_success.txt")
-"""Files beside a tree that a handler or Orbax writes, also in an earlier try."""
+"""Files next to a tree that a handler or Orbax writes, also in an earlier try."""
 _MARKER_TEXT = """\
 unickpt wrote this folder. Orbax alone cannot read it; its handler can:
 
@@ -42,7 +42,7 @@ class Handler(ocp.handlers.AsyncCheckpointHandler):
     Arguments:
         save_options: how to save; see `unickpt.SaveOptions`.
         load_options: how to load; see `unickpt.LoadOptions`.
-        rules: map the names and axes of what is stored to those of the tree to restore.
+        rules: map the stored names and axes to those of the tree to restore.
         pytree_metadata_options: Orbax's `PyTreeMetadataOptions`. By default, a restore without an
             abstract tree gives lists and dicts in place of tuples and named tuples, as Orbax does.
 
@@ -105,7 +105,7 @@ class Handler(ocp.handlers.AsyncCheckpointHandler):
         return self._stored(directory).metadata(directory)
 
     def finalize(self, directory: Any) -> None:
-        """Leaves a file that says what the folder is."""
+        """Writes a file that identifies the folder."""
         if ocp.multihost.is_primary_host(0):
             write_marker(directory)
 
@@ -135,12 +135,12 @@ def begin_save(
 
     Arguments:
         path: of the directory.
-        tree: what to save.
+        tree: to save.
         options: of the save.
         wait_created: waits until Orbax has created the directory; an error fails the save.
         custom_metadata: for Orbax's metadata of the tree.
     """
-    jax.tree.structure(tree)  # refuses what a restore could not flatten, as keys of mixed types
+    jax.tree.structure(tree)  # refuses unsortable trees, as with keys of mixed types
     metadata: dict[str, Any] = described_placement(tree)
     if custom_metadata is not None:
         metadata["custom_metadata"] = custom_metadata
@@ -166,7 +166,7 @@ def as_future(pending: PendingSave) -> Future[Any]:
 
 
 def write_marker(directory: Any) -> None:
-    """Leaves a file that says what a directory is."""
+    """Writes a file that identifies a directory."""
     (directory / MARKER).write_text(_MARKER_TEXT)
 
 
@@ -184,7 +184,7 @@ def registry(*items: str, handler: Handler | None = None) -> Any:
     """A registry for Orbax's managers in which a `Handler` stores all trees.
 
     Arguments:
-        items: names of items that are restored without arguments, beside `default`.
+        items: names of items that are restored without arguments, besides `default`.
         handler: the handler; by default one with default options.
 
     Returns:

@@ -1,4 +1,4 @@
-"""What is restored without an abstract tree: arrays of JAX, on a mesh like the one they were on."""
+"""Restores without an abstract tree: arrays of JAX, on a mesh like the one they were saved from."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _ShapeDtypeStruct: Any = jax.ShapeDtypeStruct  # which has no types
 
 
 def abstract_array(shape: Any, dtype: Any, sharding: Any = None) -> Any:
-    """What to load an array into; a NumPy array, if JAX would truncate it to 32 bits."""
+    """The target to load an array into; a NumPy array, if JAX would truncate it to 32 bits."""
     if sharding is None and is_truncated(dtype):
         return np.empty(tuple(shape), dtype)
     return _ShapeDtypeStruct(tuple(shape), dtype, sharding=sharding)
@@ -43,7 +43,8 @@ _NOT_NUMPY = (jax.Array, bool, int, float, str, type(None))
 
 
 def described_placement(saved: Any) -> dict[str, Any]:
-    """What a step stores of how the arrays of a tree were, as JSON; for `SavedArrays.of_json`."""
+    """The record of types and placements of a tree's arrays in a step, as JSON; for
+    `SavedArrays.of_json`."""
     try:
         leaves = jax.tree.leaves(saved)
         shardings = [leaf.sharding for leaf in leaves if isinstance(leaf, jax.Array)]
@@ -63,7 +64,7 @@ def described_placement(saved: Any) -> dict[str, Any]:
 def _numpy_names(saved: Any, leaves: Sequence[Any]) -> list[str] | bool:
     if all(isinstance(leaf, _NOT_NUMPY) for leaf in leaves):
         return False  # as almost always; to name the leaves takes longer
-    # Objects are asked for their state once, by the save.
+    # The save reads the state of objects once.
     node = flatten_state(saved, lambda obj: hasattr(type(obj), "state_dict"))
     named = {leaf.name: leaf.value for leaf in leaves_of_tree(node)}
     numpy = [name for name, leaf in named.items() if isinstance(leaf, np.ndarray | np.generic)]
@@ -71,8 +72,8 @@ def _numpy_names(saved: Any, leaves: Sequence[Any]) -> list[str] | bool:
 
 
 def target(entry: ArrayEntry, saved: SavedArrays, where: str) -> Any:
-    """What to load an array into, so that it is as it was saved; a NumPy array also if JAX would
-    truncate it.
+    """The target to load an array into, so that it is as it was saved; a NumPy array also if JAX
+    would truncate it.
 
     Arguments:
         saved: more about all arrays.

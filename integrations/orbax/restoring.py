@@ -1,4 +1,4 @@
-"""Restore one tree for Orbax: what to load each leaf into, and its metadata."""
+"""Restores one tree for Orbax: the target of each leaf, and the tree's metadata."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class OrbaxTree:
         read = getattr(checkpoint.reader, "saved", None)
         self._saved = SavedArrays.of_json(self._orbax_metadata) if read is None else read
 
-    # --- what is stored ----------------------------------------------------------------------
+    # --- the stored tree ---------------------------------------------------------------------
 
     def abstract(self) -> Any:
         """The stored tree: plain values, and for each array a target that is placed as it was."""
@@ -155,7 +155,7 @@ class OrbaxTree:
 
         Raises:
             ValueError: an argument cannot be honoured.
-            LoadMismatch: what is stored does not fit.
+            LoadMismatch: the stored tree does not fit.
         """
         _check_arguments(args)
         target, restore_args = args.item, getattr(args, "restore_args", None)
@@ -186,7 +186,7 @@ class OrbaxTree:
 
 
 class _Targets:
-    """Makes of each leaf of a tree to restore what to load it into.
+    """Makes the target of each leaf of a tree to restore.
 
     Arguments:
         stored: the stored tree.
@@ -201,13 +201,13 @@ class _Targets:
         self._abstract: dict[str, Any] | None = None
 
     def _stored_leaf(self, path: str) -> Any:
-        """What is stored at a path; None if nothing is."""
+        """The stored value at a path; None if there is none."""
         if self._abstract is None:
             self._abstract = _by_path(self._stored.abstract())
         return self._abstract.get(path)
 
     def target(self, key_path: Any, leaf: Any) -> Any:
-        """What to load a leaf into."""
+        """The target of a leaf."""
         path = _path_text(key_path)
         restore_args = self._restore_args.get(path)
         leaf = _without_metadata(leaf)
@@ -224,7 +224,7 @@ class _Targets:
         return self._array(path, leaf, restore_args)
 
     def _of_type(self, path: str, leaf_type: type) -> Any:
-        """What is stored, as a type of array."""
+        """The stored array, as a type of array."""
         stored = self._stored_leaf(path)
         if issubclass(leaf_type, np.ndarray) and hasattr(stored, "shape"):
             return np.empty(stored.shape, stored.dtype)

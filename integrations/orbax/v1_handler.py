@@ -23,7 +23,7 @@ from unickpt.integrations.orbax.handler import as_future, begin_save, cast, writ
 from unickpt.integrations.orbax.restoring import ArrayElsewhere, OrbaxTree
 
 TREE_MARKER = "_METADATA"
-"""The file by which Orbax's version 1 knows the folder of a tree."""
+"""The file that marks the folder of a tree for Orbax's version 1."""
 _TheirHandler = ocp.handlers.PyTreeHandler
 
 
@@ -105,7 +105,7 @@ def v1_registry(
     """A registry for a `Context` of Orbax's version 1 in which unickpt stores all trees.
 
     Arguments:
-        names: of checkpointables that are always trees, beside `state`.
+        names: of checkpointables that are always trees, besides `state`.
         save_options, load_options, rules: as of `Handler`.
 
     Returns:
@@ -136,7 +136,7 @@ def v1_registry(
 
 
 def _metadata(stored: OrbaxTree, name: str) -> Any:
-    """What Orbax's metadata have for a stored leaf."""
+    """The entry of a stored leaf in Orbax's metadata."""
     leaf = stored.leaf(name)
     if isinstance(leaf, str):
         return "string"

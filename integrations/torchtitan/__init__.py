@@ -3,7 +3,7 @@
     from unickpt.integrations.torchtitan import CheckpointManager  # in the function of the config
 
 or, without touching a config, `--override.imports unickpt.integrations.torchtitan.manager`.
-docs/integrations/torchtitan.md says what differs.
+docs/integrations/torchtitan.md lists the differences.
 """
 
 from __future__ import annotations

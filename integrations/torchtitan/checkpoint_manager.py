@@ -57,8 +57,8 @@ class TorchtitanCheckpointManager(base.BaseCheckpointManager):
         """torchtitan's settings; those that differ are explained here."""
 
         async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "disabled"
-        """"async": the loop waits while the state is copied. "async_with_pinned_mem": what the
-        optimizers own is copied behind the next forward and backward."""
+        """"async": the loop waits while the state is copied. "async_with_pinned_mem": optimizer
+        state is copied after the next forward and backward."""
 
         local: str | None = None
         """A path on fast storage that all processes share, where steps are committed first; see
@@ -68,7 +68,7 @@ class TorchtitanCheckpointManager(base.BaseCheckpointManager):
         """Whether chunks that are equal in the step before are not written again."""
 
         def __post_init__(self) -> None:
-            # What torchtitan itself checks; except that HF files must be local, which ours need
+            # The checks of torchtitan itself; except that HF files must be local, which ours need
             # not be.
             settings = {
                 f.name: getattr(self, f.name) for f in fields(base.BaseCheckpointManager.Config)
@@ -127,7 +127,7 @@ class TorchtitanCheckpointManager(base.BaseCheckpointManager):
         self._staging: PendingSave | None = None
         self._options = SaveOptions()
         self._goes_on_after: int | None = None
-        """The step that was asked for and loaded, whose later steps the next save removes."""
+        """The step that was requested and loaded; the next save removes later steps."""
         in_background = config.async_mode == "async_with_pinned_mem"
         self._checkpointer = Checkpointer(
             self.folder,
@@ -181,7 +181,7 @@ class TorchtitanCheckpointManager(base.BaseCheckpointManager):
     def _save_hf(self, step: int, state: dict[str, Any]) -> None:
         """Writes files as transformers reads them; also into object storage."""
         where = filesystem.join(self.folder, f"step-{step}")
-        # First in our format, of which any process can write any file.
+        # First in our format, where any process can write any file.
         temporary = resolve_path(f"{where}.unickpt")
         unickpt.save(str(temporary), state, overwrite=True, options=self._options)
         assets = getattr(self.sd_adapter, "hf_assets_path", None)
@@ -237,7 +237,7 @@ class TorchtitanCheckpointManager(base.BaseCheckpointManager):
             return True
 
     def _load_given(self, step: int) -> None:
-        """Loads a step that was asked for."""
+        """Loads a requested step."""
         ours = self._checkpointer.steps()
         if step in ours:
             self._load_step(step)
@@ -255,7 +255,7 @@ class TorchtitanCheckpointManager(base.BaseCheckpointManager):
         self._load_from(filesystem.join(self.folder, f"step-{step}"), only_model=step == 0)
 
     def _load_step(self, step: int) -> None:
-        """Loads a step of the Checkpointer, which then goes on from it."""
+        """Loads a step of the Checkpointer, which then resumes from it."""
         path = self._checkpointer.path(step)
         stored = unickpt.open(path)
         states = self._states_to_load(only_model=step == 0)
@@ -274,7 +274,7 @@ class TorchtitanCheckpointManager(base.BaseCheckpointManager):
         request.give_back()
 
     def _load_initial(self) -> bool:
-        """Loads where a training begins from; false if it begins anew."""
+        """Loads the initial state of a training; false if it starts from scratch."""
         path = (self.config.initial_load_path or "").strip()
         if self.config.initial_load_in_hf:
             path = path or self.sd_adapter.hf_assets_path
@@ -294,7 +294,7 @@ class TorchtitanCheckpointManager(base.BaseCheckpointManager):
         if base.MODEL in _keys(unickpt.open(path)):
             dcp.load(states, checkpoint_id=path)
             return
-        # torchtitan's own has the model's names beside the other keys.
+        # torchtitan's own has the model's names next to the other keys.
         flat = states | states[base.MODEL].state_dict()
         del flat[base.MODEL]
         dcp.load(flat, checkpoint_id=path)
@@ -342,7 +342,7 @@ def _keys(stored: Checkpoint) -> set[Any]:
 def _is_first(dp_rank: int | None) -> bool:
     """Whether this is the first of the processes that read the same data.
 
-    The state of their loaders may differ in what does not matter, such as the seed of workers.
+    The state of their loaders may differ in irrelevant values, such as the seed of workers.
     """
     if dp_rank is None or not dist.is_initialized():
         return True

@@ -3,9 +3,9 @@
     class MyTrainer(UnickptMixin, Trainer): ...
 
 saves all that the Trainer saves, at the same steps, as one checkpoint, in the background, and
-`trainer.train(resume_from_checkpoint=True)` goes on, on any number of processes. With a
+`trainer.train(resume_from_checkpoint=True)` resumes, on any number of processes. With a
 `UnickptCallback` the steps are those of a `Checkpointer`, and any Trainer is used as it is.
-docs/integrations/transformers.md says what differs.
+docs/integrations/transformers.md lists the differences.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _BATCH = "total_train_batch_size"  # in the metadata
 
 @dataclasses.dataclass(frozen=True)
 class _ResumedTraining:
-    """The step from which a call of `train` goes on.
+    """The step that a call of `train` resumes from.
 
     Arguments:
         path: of the checkpoint.
@@ -57,14 +57,14 @@ class _ResumedTraining:
 
 
 class UnickptMixin:
-    """Replaces what a Trainer saves and loads: `class MyTrainer(UnickptMixin, Trainer)`.
+    """Replaces the saves and loads of a Trainer: `class MyTrainer(UnickptMixin, Trainer)`.
 
     Model, optimizer, scheduler, gradient scaler, the generators of each process and the Trainer's
     state are one checkpoint, `output_dir/step_<n>`, written in the background.
 
     Arguments:
         checkpointer: where to save, and what to keep; it is not closed. By default one of
-            `output_dir`, which keeps what `save_total_limit` says.
+            `output_dir`, which keeps steps as `save_total_limit` says.
         hf_files: also write the model as `save_pretrained` does, to `output_dir/checkpoint-<n>`;
             the training waits for it.
         args, kwargs: the Trainer's.
@@ -108,7 +108,7 @@ class UnickptMixin:
 
     @deepspeed.setter
     def deepspeed(self, engine: Any) -> None:
-        # Set by the Trainer as soon as the engine exists, which it then tells to load.
+        # Set by the Trainer as soon as the engine exists, before it makes the engine load.
         self._engine, resumed = engine, self._resumed
         if engine is not None and resumed is not None:
             engines.load_instead(engine, resumed.folder, resumed.path)
@@ -133,8 +133,8 @@ class UnickptMixin:
 
         Raises:
             ValueError: an argument cannot be honoured, or there is no step; names it.
-            CheckpointExists: the folder has steps, and they are not gone on from.
-            LaterStepsExist: steps after the one to go on from exist; says how to remove them.
+            CheckpointExists: the folder has steps, and training does not resume from them.
+            LaterStepsExist: steps after the one to resume from exist; says how to remove them.
             LoadMismatch: the batches had another size, so that steps have other data.
             UnickptError: a save failed.
         """
@@ -165,7 +165,8 @@ class UnickptMixin:
     def _resume_source(
         self, run: Checkpointer, requested: str | bool | None
     ) -> Iterator[str | bool | None]:
-        """What the Trainer resumes from: a folder that has its state, if the rest is ours."""
+        """The folder that the Trainer resumes from: it has the Trainer's state, if the rest is
+        ours."""
         step = agreed(run.latest())
         if not requested:
             if step is not None:
@@ -199,7 +200,7 @@ class UnickptMixin:
         _check_batches(self, path, opened.metadata.get(_BATCH))
         rng_state = _load(path, {"rng": rng.like()})["rng"].value
         with tempfile.TemporaryDirectory(prefix="unickpt-") as folder:
-            # Else the Trainer goes on with the batches of a process then; see _check_batches.
+            # Else the Trainer resumes with the batches of a process then; see _check_batches.
             state["train_batch_size"] = self.args.train_batch_size
             Path(folder, TRAINER_STATE_NAME).write_text(json.dumps(state))
             if self.is_deepspeed_enabled:
@@ -210,7 +211,7 @@ class UnickptMixin:
             finally:
                 self._resumed = None
 
-    # --- what the Trainer calls ----------------------------------------------------------------
+    # --- methods that the Trainer calls --------------------------------------------------------
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         run = self._checkpointer
@@ -224,7 +225,7 @@ class UnickptMixin:
         callbacks = [*self.callback_handler.callbacks, self.control]
         exported = [callback for callback in callbacks if isinstance(callback, ExportableState)]
         state.stateful_callbacks = TrainerState(stateful_callbacks=exported).stateful_callbacks
-        # Those of the other processes differ from it, in what process they are and in times.
+        # Those of the other processes differ from it in the process number and in times.
         text = json.dumps(dataclasses.asdict(state)) if state.is_world_process_zero else None
         tree: Any = _tree(self) | {_STATE: PerProcess(text), "rng": rng.states()}
         metadata: dict[str, Any] = {_BATCH: _total_batch(self)}
@@ -283,7 +284,7 @@ class UnickptMixin:
         return best in {step, *self._saved} or best in run.steps()
 
     def _resumed_from(self, folder: str | None) -> _ResumedTraining | None:
-        """What is gone on from, if a folder that the Trainer passes around stands for it."""
+        """The step to resume from, if a folder that the Trainer passes around stands for it."""
         resumed = self._resumed
         return resumed if resumed is not None and folder == resumed.folder else None
 
@@ -291,7 +292,7 @@ class UnickptMixin:
 class UnickptCallback(TrainerCallback):
     """Saves the steps of a Trainer into a run of its own, with `save_strategy="no"`.
 
-    Call `callback.train(trainer)` instead of `trainer.train()`: it goes on from the newest step, if
+    Call `callback.train(trainer)` instead of `trainer.train()`: it resumes from the newest step, if
     there is one.
 
     Arguments:
@@ -334,7 +335,7 @@ class UnickptCallback(TrainerCallback):
                 "when to save; pass save_strategy='no'"
             )
         if not isinstance(trainer, UnickptMixin):
-            # What the Trainer saves and loads are methods of it, and it is already made.
+            # Saves and loads are methods of the Trainer, which already exists.
             kind = type(trainer)
             trainer.__class__ = type(f"Unickpt{kind.__name__}", (UnickptMixin, kind), {})
         trainer._user_checkpointer, self._trainer = self.checkpointer, trainer
@@ -357,11 +358,11 @@ class UnickptCallback(TrainerCallback):
             control.should_save = True
 
 
-# --- what is stored -------------------------------------------------------------------------------
+# --- the stored tree ------------------------------------------------------------------------------
 
 
 def _tree(trainer: Any) -> dict[str, Any]:
-    """What is saved of a Trainer, and loaded into it in place; but for what an engine has."""
+    """The state of a Trainer that is saved, and loaded in place; without that of an engine."""
     if trainer.is_deepspeed_enabled:
         return engines.without_engine(trainer)
     tree = {
@@ -392,8 +393,8 @@ def _total_batch(trainer: Any) -> int:
 
 
 class _Limit:
-    """Keeps what `save_total_limit` keeps: the newest steps and the best one, together so many; two
-    if only one is asked for and the best is not the newest."""
+    """Keeps steps as `save_total_limit` does: the newest steps and the best one, together so many;
+    two if the limit is one and the best is not the newest."""
 
     run: Checkpointer
 
@@ -404,7 +405,7 @@ class _Limit:
         limit, steps = self._trainer.args.save_total_limit, self.run.steps()
         if not steps:
             return True
-        # The best one as the newest step knows it: a run that goes on from there looks for it.
+        # The best one according to the newest step: a run that resumes there looks for it.
         state = json.loads(_state_text(self.run.path(steps[-1])))
         best = state["best_global_step"]
         other_steps = [candidate for candidate in steps if candidate != best]
@@ -413,7 +414,7 @@ class _Limit:
         return step not in other_steps[: max(0, len(other_steps) - count)]
 
 
-# --- arguments: what cannot be honoured is refused by its name ------------------------------------
+# --- arguments: unsupported ones are refused by name ----------------------------------------------
 
 
 def _check(trainer: Any, trial: Any) -> None:

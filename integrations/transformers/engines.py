@@ -1,5 +1,5 @@
-"""A Trainer with DeepSpeed: its engine saves and loads as with `use_unickpt`, beside the Trainer's
-own state in one checkpoint."""
+"""A Trainer with DeepSpeed: its engine saves and loads as with `use_unickpt`; the Trainer's own
+state is in the same checkpoint."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from unickpt.integrations.engines import EngineTree, load_into, metadata_of
 
 
 def without_engine(trainer: Any) -> dict[str, Any]:
-    """What is saved of a Trainer that its engine does not have: a schedule that DeepSpeed does not
+    """The state of a Trainer that its engine does not have: a schedule that DeepSpeed does not
     know, because the Trainer steps it."""
     if trainer.deepspeed is None or trainer.deepspeed.lr_scheduler is not None:
         return {}
@@ -24,21 +24,21 @@ def without_engine(trainer: Any) -> dict[str, Any]:
 def with_engine(
     trainer: Any, other_state: Mapping[str, Any], metadata: Mapping[str, Any]
 ) -> tuple[EngineTree, dict[str, Any]]:
-    """What is saved, with the engine's state, and its metadata."""
+    """The tree to save, with the engine's state, and its metadata."""
     engine = trainer.deepspeed
-    # As the Trainer itself: the parameters that adapters leave alone are those of the base model.
+    # As the Trainer itself: the parameters that adapters do not train are those of the base model.
     excludes = bool(_is_peft_model(trainer.model))
     tree = EngineTree(engine, lambda: other_state, exclude_frozen_parameters=excludes)
     return tree, {**metadata, **metadata_of(engine, excludes)}
 
 
 def imitate(folder: str, step: int) -> None:
-    """Makes a folder look like one from which the Trainer has its engine load."""
+    """Makes a folder look like one that the Trainer makes its engine load."""
     os.mkdir(os.path.join(folder, f"global_step{step}"))
 
 
 def load_instead(engine: Any, folder: str, path: str) -> None:
-    """Has an engine load a checkpoint of ours when it is told to load a folder.
+    """Makes an engine load our checkpoint when the Trainer makes it load a folder.
 
     Arguments:
         engine: of the Trainer.

@@ -1,4 +1,4 @@
-"""The Hugging Face files that the Trainer writes beside a step, and its own checkpoints."""
+"""The Hugging Face files that the Trainer writes next to a step, and its own checkpoints."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from unickpt import Checkpointer
 from unickpt.errors import CheckpointExists
 
 EXPORT = ".unickpt-step"
-"""In a folder of HF files: of which step they are. Others are left alone."""
+"""A file in a folder of HF files that names their step. Folders without it are left alone."""
 
 
 def export(trainer: Any, run: Checkpointer, step: int) -> None:
@@ -29,7 +29,7 @@ def export(trainer: Any, run: Checkpointer, step: int) -> None:
                 f"{target} was not saved by this integration; remove it, or use another output_dir"
             )
         shutil.rmtree(new, ignore_errors=True)
-    agreed(0)  # nobody writes before it is removed
+    agreed(0)  # no process writes before it is removed
     trainer.save_model(str(new), _internal_call=True)
     agreed(0)
     if trainer.args.should_save:
@@ -59,8 +59,8 @@ def folders(output_dir: str) -> Iterator[tuple[int, Path]]:
 
 
 def step_of(run: Checkpointer, path: str) -> str:
-    """The path of a step that is asked for by the Trainer's name of it, such as by a program that
-    makes it of a number; any other path as it is."""
+    """The path of a step that is requested by the Trainer's name for it, such as by a program that
+    builds it from a number; any other path unchanged."""
     name, folder = os.path.basename(path.rstrip("/")), os.path.dirname(path.rstrip("/"))
     number = name.removeprefix(f"{PREFIX_CHECKPOINT_DIR}-")
     if number == name or not number.isdecimal() or os.path.isfile(f"{path}/{TRAINER_STATE_NAME}"):
