@@ -9,8 +9,8 @@
     PerProcess, ProcessGroup, SaveOptions, LoadOptions, Experts, Restores, Function, Opaque
 
 Errors are in `unickpt.errors`, results and layouts in `unickpt.types`, trainers in
-`unickpt.integrations`, data loaders in `unickpt.data`, and what other formats and storages
-implement in `unickpt.extend`.
+`unickpt.integrations`, data loaders in `unickpt.data`, and the interfaces for other formats and
+storages in `unickpt.extend`.
 `unickpt --help` lists the commands; docs/README.md is the start of the documentation.
 """
 
@@ -94,8 +94,8 @@ __all__ = [
     "verify",
 ]
 
-# Imported when they are first used: many programs do without. What `save`, `save_async` and `load`
-# need is imported above, so that their first call is as fast as the next.
+# Imported on first use: many programs do not need them. What `save`, `save_async` and `load` need
+# is imported above, so that their first call is as fast as the next.
 _LATER = {
     "": "errors, extend, integrations, types",
     "reading.verification": "verify",
@@ -109,7 +109,7 @@ _LATER = {
     "tools.difference": "diff",
 }
 
-# Of plug-ins, whose doors (the group `names`) have these names.
+# Names of plug-ins, whose doors are in the group `names`.
 _OF_PLUGINS = ("Experts", "Restores", "find_nonfinite", "merge", "merge_methods", "report")
 
 
@@ -117,7 +117,7 @@ __getattr__ = _late_names(__name__, _LATER, _OF_PLUGINS)
 
 
 def __dir__() -> list[str]:
-    """What users need: without the wings that `docs/architecture.md` describes."""
+    """The public names, without the wings that `docs/architecture.md` describes."""
     dunders = (name for name in globals() if name.startswith("__"))
     return sorted({*dunders, *__all__, *_LATER[""].split(", ")})
 

@@ -5,9 +5,9 @@ A package brings them by entry points, such as
     [project.entry-points."unickpt.formats"]
     acme = "acme_checkpoints.reader"
 
-Each is imported when it is needed. Those of unickpt are listed in `_doors`, and asked first; those
-of other packages are looked up once per process, and only for what ours do not know. Names of our
-public modules that come with their first use are found here, too (`late_names`).
+Each is imported when it is needed. Those of unickpt are listed in `_doors`, and tried first; those
+of other packages are looked up once per process, and only for names that ours do not have. Lazily
+imported names of our public modules are resolved here too (`late_names`).
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ Group = Literal[
 ]
 GROUPS: tuple[Group, ...] = get_args(Group)
 _PREFIX = "unickpt."
-# What other code asks of what a door leads to.
+# The attributes that a door's target must have, by group.
 _ASKED: Mapping[Group, tuple[str, ...]] = {
     "codecs": ("encode", "decode", "stored_bytes", "zarr_codec", "merge", "validate", "facts"),
     "commands": ("registered_commands",),
     "encodings": ("__call__",),
     "features": ("__call__",),
     "formats": ("HINTS", "open"),
-    "names": (),  # what public names of unickpt stand for that the core does not have
+    "names": (),  # public names of unickpt that the core does not have
     "presets": ("__path__",),
     "references": ("__call__",),
     "refusals": ("refusal",),
@@ -60,10 +60,10 @@ class Door:
     """An entry point.
 
     Arguments:
-        group: what it is.
-        name: its own.
+        group: the kind of plug-in.
+        name: the name of the plug-in.
         target: a module, or `module:attribute`.
-        package: who has it, with its version; None for unickpt itself.
+        package: the package that declares it, with its version; None for unickpt itself.
     """
 
     group: Group
@@ -72,11 +72,11 @@ class Door:
     package: str | None = None
 
     def open(self) -> Any:
-        """What it leads to, which is imported.
+        """Imports and returns its target.
 
         Raises:
-            PluginError: another package's cannot be imported, or is nothing of its group.
-            ImportError: one of unickpt cannot.
+            PluginError: another package's cannot be imported, or does not fit its group.
+            ImportError: one of unickpt cannot be imported.
         """
         module, _, attribute = self.target.partition(":")
         try:
@@ -94,19 +94,19 @@ class Door:
             ) from error
 
     def __str__(self) -> str:
-        """As messages name it."""
+        """Its name in messages."""
         kind = self.group.removesuffix("s")
         return f"the {kind} {self.name!r} of {self.package or 'unickpt'} ({self.target})"
 
 
 @cache
 def ours(group: Group) -> Mapping[str, Door]:
-    """Those of unickpt, by name, in the order of pyproject.toml."""
+    """The doors of unickpt, by name, in the order of pyproject.toml."""
     return {name: Door(group, name, target) for name, target in DOORS.get(group, {}).items()}
 
 
 def other_packages(group: Group) -> Mapping[str, Door]:
-    """Those of other packages whose names none of unickpt has.
+    """The doors of other packages whose names no door of unickpt has.
 
     Raises:
         PluginError: two packages have one of the same name.
@@ -134,7 +134,7 @@ def find(group: Group, name: str) -> Door | None:
 
 
 def need(group: Group, name: str) -> Any:
-    """What the door of a name leads to.
+    """The target of the door of a name.
 
     Raises:
         PluginError: there is none, or it cannot be imported.
@@ -157,8 +157,8 @@ def late_names(
 
     Arguments:
         module: its name.
-        imports: for each module below `unickpt` what is imported from it, as an import statement
-            says it: "apply as apply_rules, facts_of". What is imported from "" are modules.
+        imports: for each module below `unickpt` the names to import from it, in the form of an
+            import statement: "apply as apply_rules, facts_of". The names under "" are modules.
         of_plugins: names that plug-ins have, behind doors of the group `names`.
     """
     places = dict[str, tuple[str, str]]()
@@ -173,7 +173,7 @@ def late_names(
         elif name in places:
             home, attribute = places[name]
             target = importlib.import_module(f"unickpt.{home or attribute}")
-            if home:  # of a package, what is imported may be a module
+            if home:  # a name of a package may be a module
                 inner = f"unickpt.{home}.{attribute}"
                 has_it = hasattr(target, attribute)
                 target = getattr(target, attribute) if has_it else importlib.import_module(inner)
@@ -186,7 +186,7 @@ def late_names(
 
 
 def every() -> Iterator[Door]:
-    """All doors: of unickpt, then of other packages, those too whose names are taken."""
+    """All doors: of unickpt, then of other packages, including those whose names are taken."""
     for group in GROUPS:
         yield from ours(group).values()
     yield from _of_packages()
@@ -194,7 +194,7 @@ def every() -> Iterator[Door]:
 
 @cache
 def _of_packages() -> tuple[Door, ...]:
-    """Those that other packages declare; the first of a name on the path counts, as for imports."""
+    """The doors of other packages; the first of a name on the path counts, as for imports."""
     from importlib import metadata  # here, so that importing unickpt stays fast
 
     doors, seen = list[Door](), {"unickpt"}

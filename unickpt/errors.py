@@ -39,8 +39,8 @@ _MOST_OF_LINE = 1000
 
 
 class UnickptError(Exception):
-    """Base class of all errors of unickpt. Long lines of a message are shortened, and what would
-    change a terminal is escaped."""
+    """Base class of all errors of unickpt. Long lines of a message are shortened, and control
+    sequences of terminals are escaped."""
 
     def __init__(self, *args: object) -> None:
         super().__init__(*(_readable(a) if isinstance(a, str) else a for a in args))
@@ -95,7 +95,7 @@ class MissingPackage(UnickptError, ImportError):
 
 
 class PluginError(UnickptError, ImportError):
-    """A plug-in of another package cannot be imported, or two packages have one of a name."""
+    """Another package's plug-in cannot be imported, or two packages have one of the same name."""
 
 
 class HintError(UnickptError, ValueError):
@@ -160,10 +160,10 @@ class RuleSyntaxError(RuleError):
 
 @contextmanager
 def naming_memory(what: str) -> Iterator[None]:
-    """Wraps work that takes memory: a lack of it becomes an `OutOfMemory` that says for what.
+    """Wraps work that needs memory: a lack of it becomes an `OutOfMemory` that names the purpose.
 
     Arguments:
-        what: is done, and the path.
+        what: the work, and its path.
     """
     try:
         yield
@@ -175,7 +175,7 @@ def naming_memory(what: str) -> Iterator[None]:
 
 def out_of_memory(what: str, error: MemoryError) -> OutOfMemory:
     """The error for a lack of memory; see `naming_memory`."""
-    if isinstance(error, OutOfMemory):  # it says more
+    if isinstance(error, OutOfMemory):  # already has the details
         return error
     result = OutOfMemory(
         f"{what}: out of memory{': ' if str(error) else ''}{error}. Take less at once, a smaller "

@@ -1,17 +1,17 @@
-"""For plug-ins, formats, storages, trainers: what they need of unickpt, how they are registered.
+"""For plug-ins, formats, storages and trainers: what they use of unickpt, and how they register.
 
     from unickpt import extend
 
-    extend.register_format(MyFormat())  # `unickpt.open` and `load` ask it before those built in
+    extend.register_format(MyFormat())  # `unickpt.open` and `load` try it before built-in formats
     extend.register_writer("mine", MyWriter)  # `unickpt.convert(..., to="mine")`
     extend.register_scheme(extend.Scheme("minio", spec))  # paths such as minio://bucket/run
 
-A format's `open` returns a `Reader`, which needs a location, an index and `read(requests)`; for
-arrays that lie in files, `RangeReader` has all that. `unickpt.testing.ReaderSuite` has the tests
-that every format passes. docs/formats/own.md is an example.
+A format's `open` returns a `Reader`, which needs a location, an index and `read(requests)`.
+`RangeReader` implements that for arrays in files. `unickpt.testing.ReaderSuite` has the tests that
+every format passes. docs/formats/own.md is an example.
 
-A trainer's integration saves by a `SaveRequest`, with `save_in_background` or a `SaveQueue` of its
-own, from objects that are `SavedOnly`; and looks into a checkpoint by `structure_of` and
+A trainer's integration saves objects that are `SavedOnly` with a `SaveRequest`, by
+`save_in_background` or its own `SaveQueue`. It inspects a checkpoint with `structure_of` and
 `read_into`, on the processes of `job_group`.
 """
 
@@ -314,7 +314,7 @@ __all__ = [
     "within", "write_streamed", "writing_failed", "written_in_data_file", "zarr_dtype",
 ]  # fmt: skip
 
-# Imported when they are first used. What `import unickpt` needs anyway is imported above.
+# Imported on first use. What `import unickpt` needs anyway is imported above.
 _LATER = {
     "adapters.torch_optimizer": "NamedOptimizer",
     "arrays.saved_arrays": "MeshFacts, MeshKey, SavedArrays",

@@ -1,4 +1,4 @@
-"""The seam for features of saves: what `SaveOptions.features` holds, and what a run asks of it."""
+"""The interface for features of saves: the items of `SaveOptions.features`, and their hooks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class PhaseObserver(Protocol):
     """Records the phases of one save in this process, such as a tracer."""
 
     def phase(self, name: str, began: float, ended: float) -> None:
-        """Records a phase that has ended, on the thread that it was on. An error is logged.
+        """Records a phase that has ended, on the thread that ran it. An error is logged.
 
         Arguments:
             name: one of the keys of `SaveReport.phases`.
@@ -26,35 +26,36 @@ class PhaseObserver(Protocol):
 
 
 class SaveFeature:
-    """Something that a save does beyond the core; a base class whose methods do nothing.
+    """An addition to saves beyond the core; a base class whose methods do nothing.
 
     A feature that also fulfils `Codec` chooses how arrays are stored.
     """
 
     name: str
-    """Of the feature; a save has at most one of each name."""
+    """The name of the feature; a save has at most one feature of each name."""
 
     def check(self, arrays: Iterable[str]) -> None:
-        """Called before the commit, on the coordinator, with the names of all arrays.
+        """Checks the names of all arrays; called on the coordinator before the commit.
 
         Raises:
             UnsupportedLeaf: the feature does not fit them; the save fails.
         """
 
     def write_filter(self, attempt: str) -> WriteFilter | None:
-        """What a save leaves out; None for nothing. Called on each process, in the call that saves.
+        """The units that a save leaves out; None for none. Called on each process, in the saving
+        call.
 
         Arguments:
             attempt: the name that the save will have in the index.
 
         Raises:
-            UnsupportedLeaf: that cannot be told; the save fails.
+            UnsupportedLeaf: they cannot be determined; the save fails.
         """
         return None
 
     def observer(self) -> PhaseObserver | None:
         """Records the phases of the save that begins now; None for no observer. Called on each
-        process, in the call that saves."""
+        process, in the saving call."""
         return None
 
     def committed(self, report: SaveReport) -> None:
@@ -66,17 +67,17 @@ class SaveFeature:
         """
 
     def in_run(self, run: Run) -> RunFeature | None:
-        """What a `Checkpointer` asks before each save and after each load; None for nothing."""
+        """The hooks of a `Checkpointer` before each save and after each load; None for none."""
         return None
 
 
 @dataclass(frozen=True)
 class Run:
-    """What a feature knows of a run.
+    """The facts about a run that a feature gets.
 
     Arguments:
         is_local: whether steps are saved on a local disk.
-        path: where a step is saved, by its number.
+        path: the path of a step, by its number.
         wait_ended: waits until all saves that have begun are committed, or have failed.
     """
 
@@ -87,12 +88,12 @@ class Run:
 
 @dataclass
 class SaveCall:
-    """A call of `Checkpointer.save`; features take their own arguments out of it.
+    """A call of `Checkpointer.save`; features read their own arguments from it.
 
     Arguments:
         step: that is saved.
         metrics: as given; on process 0 only.
-        keywords: those that are for features, as given.
+        keywords: the keywords for features, as given.
         is_coordinator: whether this is process 0, whose metrics are stored.
     """
 
@@ -106,7 +107,7 @@ class RunFeature:
     """The part of a feature that lives as long as a run; a base class whose methods do nothing."""
 
     needs_steps_before = False
-    """Whether steps refer to steps before them: these are then retired instead of kept, if no rule
+    """Whether steps reference earlier steps. These are then retired instead of removed, if no rule
     keeps them."""
 
     def before_save(self, call: SaveCall) -> tuple[SaveFeature | None, Mapping[str, Any]]:
@@ -131,9 +132,9 @@ class RunFeature:
 
         Arguments:
             step: its number.
-            path: from which it was loaded, which need not be where the run saves.
-            stored: its checkpoint; None if that is not of unickpt.
+            path: from which it was loaded; not necessarily where the run saves.
+            stored: its checkpoint; None if another system wrote it.
         """
 
     def after_removal(self, steps: Collection[int]) -> None:
-        """Records that steps were removed, to go back to an earlier one."""
+        """Records that steps were removed, to return to an earlier one."""

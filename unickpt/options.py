@@ -1,6 +1,6 @@
 """The options of a save, each a keyword.
 
-A keyword of a plug-in becomes an item of `all_features`, and of plug-ins the core knows only those.
+A plug-in's keyword becomes an item of `all_features`; the core knows plug-ins only by these items.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ Staging = Literal["auto", "copy", "reference", "lazy", "device"]
 STAGINGS = get_args(Staging)
 
 
-# Each is of a plug-in, with an entry point of this name in the group `unickpt.features`, which is
-# called with its value.
+# Each belongs to a plug-in: an entry point of this name in the group `unickpt.features` is called
+# with the keyword's value.
 _PLUG_INS = ("quantize",)
 
 
 def take_write_policy(arguments: dict[str, Any]) -> SaveFeature | None:
-    """The policy for experts, taken out of the arguments of a Checkpointer.
+    """The policy for experts, removed from the arguments of a Checkpointer.
 
     Raises:
         ValueError: it is not valid, or is given twice.
@@ -67,7 +67,7 @@ P = TypeVar("P")
 
 
 def joined(policy: P, arguments: Mapping[str, Any]) -> P:
-    """A policy with the fields that were given beside it.
+    """A policy with the fields that were given next to it.
 
     Raises:
         ValueError: one is given twice.
@@ -185,7 +185,7 @@ class SaveOptions(CommonOptions):
                 f"compression {self.compression!r} is not one of None, {', '.join(COMPRESSORS)}"
             )
         if self.base is not None or self.changed is not None:
-            _ = self.references  # a missing plug-in is told here, not hours later by a save
+            _ = self.references  # a missing plug-in is reported here, not hours later by a save
         _ = self.encoding
         if self.features:
             from unickpt.features import SaveFeature
@@ -202,7 +202,7 @@ class SaveOptions(CommonOptions):
 
     @property
     def all_features(self) -> tuple[SaveFeature, ...]:
-        """`features`, and those that keywords stand for."""
+        """`features`, and the features that keywords stand for."""
         features = list(self.features)
         for name in _PLUG_INS:
             value = getattr(self, name)
@@ -212,7 +212,7 @@ class SaveOptions(CommonOptions):
 
     @property
     def encoding(self) -> EncodingPolicy | None:
-        """What chooses by what is saved how arrays are stored, if `compression` asks for that.
+        """Chooses how arrays are stored from what is saved, if `compression` requests that.
 
         Raises:
             PluginError: there is none.
@@ -224,16 +224,16 @@ class SaveOptions(CommonOptions):
 
     @property
     def skips(self) -> bool:
-        """Whether the program says what did not change."""
+        """Whether the program states what did not change."""
         return self.changed is not None
 
     @property
     def references(self) -> ReferencePolicy:
-        """What decides what a save refers to instead of writing it.
+        """Decides which chunks a save references instead of writing them.
 
         Raises:
             PluginError: there is none.
-            TypeError, ValueError: `changed` is wrong.
+            TypeError, ValueError: `changed` is invalid.
         """
         door = doors.need("references", "incremental")
         policy: ReferencePolicy = door(self.reuse, self.changed, self.kept_cost)

@@ -23,7 +23,7 @@ Progress = ProgressFunction | bool | None
 
 
 def check_progress(progress: object) -> None:
-    """Checks what an option or an argument `progress` is.
+    """Checks the value of an option or argument `progress`.
 
     Raises:
         MissingPackage: it is True, but tqdm is not installed.
@@ -45,12 +45,12 @@ def check_progress(progress: object) -> None:
 def reporting(progress: Progress, what: str, process: int = 0) -> Iterator[ProgressFunction]:
     """A function to call with the bytes done and in total; shows or forwards them.
 
-    An error that it meets is logged once and affects nothing else. A bar is removed if the work
-    fails, and stays when it is done.
+    Its first error is logged; errors affect nothing else. A bar is removed if the work fails, and
+    stays when it is done.
 
     Arguments:
         progress: as users give it.
-        what: stands beside the bar.
+        what: the label of the bar.
         process: the number of this process.
 
     Raises:

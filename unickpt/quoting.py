@@ -8,12 +8,12 @@ from typing import Any
 
 
 def first_few(items: Sequence[object], most: int = 8) -> str:
-    """A few numbers, or what is as short, for a message."""
+    """A few numbers, or equally short items, for a message."""
     return ", ".join(map(str, items[:most])) + (", ..." if len(items) > most else "")
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Rows of a table as lines, whose columns begin at the same places.
+    """The rows of a table as lines with aligned columns.
 
     Example:
         >>> aligned([("name", "size"), ("w", "3 GB")])
@@ -36,13 +36,13 @@ def quoted(value: object, most: int = _MOST) -> str:
     """
     try:
         text = repr(value)
-    except Exception:  # an integer of thousands of digits, or an object of the user's
+    except Exception:  # an integer of thousands of digits, or a user's object
         text = f"<{type(value).__name__}>"
     return shortened(text, most)
 
 
 def changed_repr(obj: Any) -> str:
-    """The repr of a dataclass, with only the fields that are not as by default; never fails."""
+    """The repr of a dataclass, with only the fields that differ from defaults; never fails."""
     shown = []
     for field in fields(obj):
         value = getattr(obj, field.name)
@@ -50,13 +50,13 @@ def changed_repr(obj: Any) -> str:
         try:
             if value is not default and value != default:
                 shown.append(f"{field.name}={quoted(value)}")
-        except Exception:  # of an object of the user's
+        except Exception:  # from a user's object
             shown.append(f"{field.name}=<{type(value).__name__}>")
     return f"{type(obj).__name__}({', '.join(shown)})"
 
 
 def printable(text: str, most: int = 400, keep: str = "") -> str:
-    """A text, such as a name, that is shown without quotes: nothing in it ends the line or changes
+    """A text, such as a name, for display without quotes: nothing in it ends the line or changes
     the terminal, and the middle of a long one is omitted.
 
     Arguments:

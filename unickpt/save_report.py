@@ -36,24 +36,24 @@ class SaveReport:
         budget_wait_s: seconds of the call for which it waited because of `budget_bytes`.
         writers: on the coordinator only, the statistics of each process: `bytes` and `chunks`
             written, `reused_bytes`, `stored_bytes`, `seconds` that took, `blocked_s`,
-            `staged_bytes`, `drained_bytes`, `budget_wait_s`; and what
-            `unickpt.open(path).timing` makes of it: when each of its phases began and how long it
-            took, and its host's time when it was asked to save.
+            `staged_bytes`, `drained_bytes`, `budget_wait_s`; and the source of
+            `unickpt.open(path).timing`: when each of its phases began and how long it took, and
+            its host's time when `save` was called.
         bases: on the coordinator only, the names of the checkpoints in the same folder that have
             chunks of this one, where storage has no hard links: it cannot be read without them, so
             they must not be removed, replaced or left behind when it is moved. Empty for a
-            checkpoint that is whole in itself (docs/reuse.md).
+            self-contained checkpoint (docs/reuse.md).
         patched_chunks: number of chunks that this process wrote as patches (`SaveOptions.reuse`).
         stored_bytes: of the chunks that this process wrote, before compression: as
-            `written_bytes`, but what is stored of quantised ones.
+            `written_bytes`, but for quantised arrays the bytes that are stored.
         saved_bytes: by how much `SaveOptions(compression="auto")` made what this process wrote
             smaller than `stored_bytes`.
         replicas_differ: on the coordinator only, names of plain arrays that differ between
             processes, and are stored as one of them held them; see `ReplicasDiffer`.
         metadata: as this process gave it; that of process 0 is stored.
         extra: on the coordinator only, what codecs say about arrays, by codec and array.
-        left_out: names of leaves for which the format has no place, of an export into one that
-            leaves them out (docs/formats/writing.md).
+        left_out: names of leaves that an export left out, because its format has no place for
+            them (docs/formats/writing.md).
     """
 
     url: str
@@ -91,22 +91,22 @@ class SaveReport:
     @property
     def metrics(self) -> dict[str, float]:
         """On process 0, the numbers that were given to `Checkpointer.save`."""
-        from unickpt.format.step_metrics import step_metrics  # here: few receivers ask for it
+        from unickpt.format.step_metrics import step_metrics  # here: few receivers read it
 
         return step_metrics(self.metadata)
 
     @property
     def busiest_bytes(self) -> int:
-        """On the coordinator, what the process wrote that wrote most, as `written_bytes`; else 0.
+        """On the coordinator, the largest `written_bytes` of a process; else 0.
 
-        With `mean_bytes` it says how evenly the processes shared the work: replicas of an array
-        each write a part of it.
+        Compared to `mean_bytes` it shows how evenly the processes shared the work: each replica of
+        an array writes a part of it.
         """
         return int(max((writer["bytes"] for writer in self.writers), default=0))
 
     @property
     def mean_bytes(self) -> float:
-        """On the coordinator, what a process wrote on average; else 0."""
+        """On the coordinator, the mean `written_bytes` of a process; else 0."""
         return sum(writer["bytes"] for writer in self.writers) / max(1, len(self.writers))
 
     @property

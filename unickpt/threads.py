@@ -1,5 +1,5 @@
-"""Threads: pools of them, work in the background, what they wait for, batches of work, a bounded
-window of it; pauses of garbage collection."""
+"""Threads: pools, background work, events, batches and a bounded window of work; pauses of garbage
+collection."""
 
 from __future__ import annotations
 
@@ -102,13 +102,13 @@ def in_batches(
 
 
 class Window:
-    """Work in flight, oldest first, that together holds no more memory than a budget.
+    """Work in flight, oldest first, whose memory together stays within a budget.
 
     A piece of work that is larger than the budget runs alone.
 
     Arguments:
-        budget_bytes: the bound.
-        most: how many pieces of work at once, at most.
+        budget_bytes: the limit.
+        most: the largest number of pieces of work at once.
     """
 
     def __init__(self, budget_bytes: int, most: int | None = None) -> None:
@@ -145,7 +145,7 @@ _NICEST = 19
 
 
 def step_back() -> None:
-    """Gives the training priority over this thread.
+    """Gives training priority over this thread.
 
     Only for threads that copy and hash, and rarely hold the GIL: one that holds it and has to wait
     would block the training.
@@ -162,8 +162,8 @@ def start(
 ) -> threading.Thread | None:
     """Starts a thread that does some work; returns None if no thread can be started.
 
-    Since Python 3.12 that is so once the main thread has ended, which is when the last pending
-    saves are completed.
+    Since Python 3.12, none can be started after the main thread has ended, which is when the last
+    pending saves are completed.
     """
     thread = threading.Thread(target=work, name=name, daemon=daemon)
     try:
@@ -174,7 +174,7 @@ def start(
 
 
 class Ticker:
-    """Calls a function on a thread again and again, at growing intervals, until it is closed.
+    """Calls a function on a thread repeatedly, at growing intervals, until it is closed.
 
     Arguments:
         name: of the thread.
@@ -194,7 +194,7 @@ class Ticker:
         self._thread = start(self._run, self._name, daemon=True)
 
     def close(self) -> None:
-        """Ends the calls; if there was any, with a last one. When it returns, none is under way."""
+        """Ends the calls, with a last one if there was any. When it returns, none is running."""
         thread, self._thread = self._thread, None
         self._closed.set()
         if thread is not None:
@@ -223,12 +223,12 @@ def settle(future: Future[T], work: Callable[[], T]) -> None:
 
 
 class Pool(ThreadPoolExecutor):
-    """A `ThreadPoolExecutor` that runs work on the submitting thread where no thread can be had.
+    """A `ThreadPoolExecutor` that runs work on the submitting thread if no thread can be started.
 
     Arguments:
         threads: at most; without any, `submit` runs the work.
         name: of each thread, with a number after it.
-        background: whether they work beside a training loop, see `step_back`.
+        background: whether they run during training, see `step_back`.
     """
 
     def __init__(
@@ -261,7 +261,7 @@ EventKind = TypeVar("EventKind", bound=Enum)
 
 
 class Events(Generic[EventKind]):
-    """What happened of a few things that may happen, and threads wait for; nothing happens twice.
+    """A few events that threads wait for; each happens at most once.
 
     Example:
         >>> class Meal(Enum):
@@ -275,11 +275,11 @@ class Events(Generic[EventKind]):
 
     def __init__(self) -> None:
         self.changed = threading.Condition(threading.RLock())
-        """Guards what threads share beside, too; who changes that, notifies all."""
+        """Also guards other state that threads share; code that changes it notifies all."""
         self._happened = set[EventKind]()
 
     def happened(self, *events: EventKind) -> None:
-        """From here on these have happened; wakes all who wait."""
+        """Marks these as happened and wakes all waiting threads."""
         with self.changed:
             self._happened.update(events)
             self.changed.notify_all()
@@ -301,10 +301,10 @@ _pausing = threading.Lock()
 def collection_paused() -> Iterator[None]:
     """Pauses Python's search for reference cycles in the whole process; may be nested.
 
-    For work that makes many objects which stay: the search starts again and again then, and each
-    time visits all objects, of which a process with frameworks in it has millions. Only for work
-    that the caller waits for, so that a program that switches the search off at the same time is
-    unlikely: it would be switched on again.
+    For work that creates many long-lived objects: the search would start repeatedly and visit all
+    objects each time, and a process with frameworks has millions. Use it only for work that the
+    caller waits for: if the program disables the search meanwhile, the end of the pause enables it
+    again.
     """
     global _pauses
     with _pausing:

@@ -1,4 +1,4 @@
-"""What the functions of `unickpt` return and take beside options: results, arrays and layouts."""
+"""Types that functions of `unickpt` return, or take besides options: results, arrays, layouts."""
 
 import typing as _typing
 from typing import TYPE_CHECKING as _CHECKING
@@ -38,7 +38,7 @@ __all__ = [
     "VerifyReport",
 ]
 
-# Imported when they are first used, as what makes them.
+# Imported on first use, as are the functions that return them.
 _LATER = {
     "reading.verification": "Damage, VerifyReport",
     "tools.copying": "CopyReport",

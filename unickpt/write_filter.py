@@ -1,8 +1,8 @@
-"""The seam for saves that leave out parts of the state which an earlier checkpoint has.
+"""The interface for saves that leave out parts of the state that an earlier checkpoint has.
 
-A part that is written or left out as a whole is a unit: an array, or what several arrays have along
-a dimension, as an expert of a mixture of experts. Of which step the units of a checkpoint are, its
-metadata say (`format.unit_steps`).
+A unit is a part that is written or left out as a whole: an array, or a slice of several arrays
+along a dimension, such as an expert of a mixture of experts. The metadata of a checkpoint record
+the step of each unit (`format.unit_steps`).
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ Unit = tuple[str, int]
 
 @dataclass(frozen=True)
 class ArrayUnits:
-    """The units that one array holds a part of.
+    """The units of which one array holds a part.
 
     Arguments:
         key: of these units.
         numbers: of the units.
-        axis: the dimension along which they are stacked; None if the array is of one unit.
+        axis: the dimension along which they are stacked; None if the array belongs to one unit.
     """
 
     key: str
@@ -50,17 +50,17 @@ class ArrayUnits:
 
 
 class Units(Protocol):
-    """Which arrays are of units; the same object for all saves of a run with the same units."""
+    """Which arrays belong to units; one object for all saves of a run with the same units."""
 
     def find(self, name: str, shape: Sequence[int], layout: Layout | None) -> ArrayUnits | None:
-        """The units that an array holds a part of; None if it is saved every time.
+        """The units of which an array holds a part; None if it is saved every time.
 
         Raises:
-            ValueError: says why that cannot be told.
+            ValueError: they cannot be determined; says why.
         """
 
     def check(self, units: Mapping[str, ArrayUnits]) -> None:
-        """Checks what was found of all arrays together.
+        """Checks the units of all arrays together.
 
         Raises:
             ValueError: names arrays that do not fit together.
@@ -68,18 +68,18 @@ class Units(Protocol):
 
 
 class WriteFilter(Protocol):
-    """What one save in one process leaves out."""
+    """The units that one save in one process leaves out."""
 
     @property
     def units(self) -> Units:
-        """Which arrays are of units."""
+        """Which arrays belong to units."""
 
     def select(self, index: Index, units: Mapping[str, ArrayUnits]) -> Selection:
         """Chooses the units to write. All processes must choose alike.
 
         Arguments:
-            index: what this process has to save.
-            units: those of each array with units.
+            index: the arrays that this process has to save.
+            units: the units of each array that has any.
 
         Raises:
             ValueError: they cannot be chosen.
@@ -92,8 +92,8 @@ class Earlier:
 
     Arguments:
         path: of the checkpoint.
-        attempt: that made it, by which another checkpoint at this path is noticed.
-        metadata: of the checkpoint that is saved, if this one has them.
+        attempt: the attempt that made it; another one means that the path was overwritten.
+        metadata: of the checkpoint to save, if this one has the units.
         steps: the steps of this process's units if they are in this checkpoint.
     """
 
@@ -108,13 +108,13 @@ class Selection:
     """Which units a save writes.
 
     Arguments:
-        units: those that this process has in each array with units.
-        metadata: of the checkpoint that is saved.
+        units: the units of this process in each array that has any.
+        metadata: of the checkpoint to save.
         steps: the steps of this process's units once they are saved.
-        what: what messages call the units.
-        written: the numbers of those that are written, by key; None if all are.
-        earlier: which checkpoints may have the others, the right one first; the next ones if the
-            save of that one, which had not ended, has failed.
+        what: the word for units in messages.
+        written: the numbers of the units to write, by key; None for all.
+        earlier: the checkpoints that may have the other units, the expected one first; the next
+            ones serve if the save of that one was still in flight and failed.
         bytes_by_process: how many bytes of units each process writes, as far as all processes know.
     """
 
@@ -143,8 +143,8 @@ class Selection:
         return self.written is None or unit[1] in self.written[unit[0]]
 
     def on(self, attempt: str | None) -> Selection | None:
-        """The same units, with the others in that of `earlier` which an attempt made; None if it
-        made none of these."""
+        """The same units, with the checkpoint of `earlier` that an attempt made as the only one;
+        None if it made none of them."""
         for candidate in self.earlier:
             if candidate.attempt == attempt:
                 return replace(
@@ -153,7 +153,7 @@ class Selection:
         return None
 
     def check(self, index: Index | None, where: object) -> None:
-        """Checks that the first of `earlier` is as it was when the units were chosen.
+        """Checks that the first of `earlier` has not changed since the units were chosen.
 
         Arguments:
             index: its index, now; None if it is gone.

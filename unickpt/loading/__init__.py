@@ -1,1 +1,1 @@
-"""Loads a checkpoint into what is requested."""
+"""Loads a checkpoint into a requested tree."""

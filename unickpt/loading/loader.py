@@ -1,4 +1,4 @@
-"""load(): compares what `like` requests with what is stored, and reads it."""
+"""load(): compares the request, `like`, with the stored checkpoint, and reads it."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ _log = logging.getLogger("unickpt")
 
 
 class LoadArguments(TypedDict, total=False):
-    """What `Checkpointer.load` takes by keyword as `load` does, which describes it."""
+    """The keywords that `Checkpointer.load` shares with `load`, where they are described."""
 
     rules: LoadRules | None
     under: str
@@ -110,12 +110,12 @@ def load(
 ) -> Any:
     """Loads a checkpoint onto any mesh, in any framework.
 
-    Every process reads only the chunks that its own part of `like` needs. No process needs another,
-    except with `LoadOptions(exchange=True)`; those of a node read together from object storage, if
-    all come within moments. If a save replaces the checkpoint during the
-    load, loading starts again with the new one. Each process opens the checkpoint on its own; only
-    with `exchange=True` do they check that they opened the same one. Python's search for reference
-    cycles is paused in the process until the load ends.
+    Every process reads only the chunks that its own part of `like` needs. Processes load
+    independently, except with `LoadOptions(exchange=True)`; those of a node read together from
+    object storage, if all call `load` at about the same time. If a save replaces the checkpoint
+    during the load, loading starts again with the new one. Each process opens the checkpoint on its
+    own; only with `exchange=True` do they check that they opened the same one. Python's search for
+    reference cycles is paused in the process until the load ends.
 
     Arguments:
         path: a local path or a URL (file, memory, s3, gs) of a committed checkpoint, or what
@@ -128,28 +128,28 @@ def load(
         rules: map stored names and axes (the left side of the rules) to those of `like` (the right
             side); `Rules.inverse` is the other direction.
         under: load from this part of the checkpoint, as if it were all: the name of a container,
-            such as "model", or a beginning of names that ends with a dot. `like`, rules, `only` and
+            such as "model", or a prefix of names that ends with a dot. `like`, rules, `only` and
             `skip` name leaves without it.
         strict: False is short for `missing="keep", unexpected="skip"`.
         only: load only the leaves whose names match this pattern, or one of several: `*` is any
             text within a component, `**` any number of components. All other leaves of `like`
-            stay as they are, also abstract ones and objects with `load_state_dict`, and what is
-            stored of them may differ in any way. So several checkpoints fill one tree, each its
-            part. Without `like`, all other stored leaves are left out; a list of which some are
-            becomes a dict by their positions. With rules, these are names of what is loaded, not of
-            what is stored: those of `like` and of the rules' right side (left, if they are an
-            inverse). Stored leaves of which no selected leaf is made are skipped.
-        skip: as `only`, but these are left as they are; it may leave out some that `only` selects.
-        missing: what to do if a leaf of `like` is not stored: "error", or "keep" what it holds. It
-            is still an error if no leaf of `like` is stored, or none of its arrays.
+            stay unchanged, including abstract ones and objects with `load_state_dict`; their stored
+            counterparts may differ in any way. So several checkpoints can each fill a part of one
+            tree. Without `like`, all other stored leaves are left out; a partially loaded list
+            becomes a dict by positions. With rules, these are the names after loading, not the
+            stored ones: those of `like` and of the rules' right side (left, if they are an
+            inverse). Stored leaves that no selected leaf needs are skipped.
+        skip: as `only`, but these stay unchanged; it may exclude leaves that `only` selects.
+        missing: what to do if a leaf of `like` is not stored: "error", or "keep" its value. It is
+            still an error if no leaf of `like` is stored, or none of its arrays.
         unexpected: what to do if a stored leaf is not in `like`: "error", or "skip" it.
         mismatched: what to do if an array's shape differs from the stored one: "error", or "keep"
-            what `like` holds.
+            the array of `like`.
         cast: whether to convert between dtypes of the same kind: floats to floats, integers to
             integers that hold all values. Never from one kind to another.
-        framework: whose arrays a load without `like` returns: "numpy", "torch" (tensors in host
-            memory) or "jax" (arrays on the default device). An array of a dtype that torch does not
-            have stays a NumPy array.
+        framework: the array type that a load without `like` returns: "numpy", "torch" (tensors in
+            host memory) or "jax" (arrays on the default device). An array of a dtype that torch
+            does not have stays a NumPy array.
         return_report: whether to also return a `LoadReport`. Its text is always logged to the
             logger "unickpt" at level INFO.
         strict_experts: refuse a checkpoint that has the state of some experts as of an earlier step
@@ -164,7 +164,7 @@ def load(
         CheckpointNotFound: no committed checkpoint exists there.
         CheckpointReplaced: saves replaced it repeatedly, faster than it could be read.
         LoadMismatch: `like` and the checkpoint differ; the message lists all differences.
-        RuleError: the rules do not fit what is stored or requested; names all arrays.
+        RuleError: the rules do not fit the stored or the requested arrays; names all of them.
         CheckpointCorrupt: stored bytes do not match their digest, or are not a valid checkpoint.
         ProcessFailed: with `LoadOptions(exchange=True)`, another process failed.
         OutOfMemory: there is no memory for an array; names it.
@@ -199,7 +199,7 @@ def load(
         adapters(),
         None if framework == "numpy" else adapter_named(framework),
     )
-    # Fills everything again; processes that exchange all start again together.
+    # Fills everything again; processes that exchange chunks restart together.
     loaded_tree, report = checkpoint.again(lambda: loading.load(path, like))
     if _log.isEnabledFor(logging.INFO):
         _log.info("%s", report)
@@ -207,7 +207,7 @@ def load(
 
 
 def _chosen(argument: str, value: str, other: str) -> bool:
-    """Whether an argument is something else than "error"."""
+    """Whether an argument is anything but "error"."""
     if value not in ("error", other):
         raise ValueError(f'{argument}={value!r} is neither "error" nor "{other}"')
     return value == other
@@ -239,7 +239,7 @@ class _Loading(NamedTuple):
             return loaded_tree, replace(report, older_experts=older) if older else report
 
     def _view_of(self, stored: Reader, like: Any) -> tuple[View, LoadRequest | None]:
-        """The checkpoint as the load sees it, and what `like` requests of it, if there is one."""
+        """The checkpoint as the load sees it, and the request of `like`, if there is one."""
         if self.rules is not None:
             check_rules(self.rules)
             return self.rules._load_view(stored, like, self.among, self.policy)
@@ -378,14 +378,14 @@ def _read(value: Any) -> Any:
 
 
 class _SavedValues(Sequence[Any]):
-    """The values of all processes that saved, each read when it is asked for."""
+    """The values of all processes that saved, each read on access."""
 
     def __init__(self, view: View, name: str, among: Sequence[Adapter]) -> None:
         self._stored = view.per_process(name)
         self._decode = cache(lambda index: _decode(view, name, self._stored[index], None, among))
 
     def is_empty(self, index: int) -> bool:
-        """Whether a process saved nothing of its own; reads nothing."""
+        """Whether a process saved no value of its own; reads nothing."""
         return self._stored[index].is_empty
 
     def __len__(self) -> int:
@@ -434,7 +434,7 @@ def _reading(options: LoadOptions, among: Sequence[Adapter]) -> Iterator[ReadArr
     if options.exchange:
         group = within(options.group or current_group(among), options.timeout_s)
         if group.count > 1:
-            from unickpt.reading.collective_read import exchanging  # only where it is asked for
+            from unickpt.reading.collective_read import exchanging  # only where it is requested
 
             with exchanging(group, options) as read:
                 yield read
@@ -444,7 +444,7 @@ def _reading(options: LoadOptions, among: Sequence[Adapter]) -> Iterator[ReadArr
         if options.progress:
             from unickpt.progress import reporting
 
-            is_bar = options.progress is True  # which process 0 of a job shows
+            is_bar = options.progress is True  # process 0 of a job shows it
             process = (options.group or current_group(among)).index if is_bar else 0
             progress = stack.enter_context(reporting(options.progress, "loading", process))
         yield lambda stored, jobs: _read_here(stored, jobs, options, Filled(jobs, progress))
@@ -453,7 +453,7 @@ def _reading(options: LoadOptions, among: Sequence[Adapter]) -> Iterator[ReadArr
 def _read_here(
     stored: Reader, jobs: Sequence[Job], options: LoadOptions, filled: Filled
 ) -> dict[str, Any]:
-    """Reads alone; arrays that are distributed, with the other processes of this node."""
+    """Reads alone; distributed arrays, together with the other processes of this node."""
     is_spread = options.exchange is None and any(job.processes > 1 for job in jobs)
     if is_spread and launched_together(options.group) > 1:
         from unickpt.reading.node_read import read_on_node  # only if there are others

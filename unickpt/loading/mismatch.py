@@ -1,4 +1,4 @@
-"""The table of all differences between what is stored and what `like` requests."""
+"""The table of all differences between the checkpoint and the request, `like`."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _TRANSPOSED = (
 )
 
 _SHAPE_OF = re.compile(r"(?=\[)")
-# Leaves beside the containers of `like`, from which on a part of the checkpoint is meant.
+# From this number of leaves next to the containers of `like`, a part of the checkpoint is meant.
 _FEWEST_BESIDE = 4
 
 
@@ -60,7 +60,7 @@ def message(
         rows: the differences.
         lacks: what the checkpoint lacks by its format; see `Reader`.
         requested: the names of all leaves of `like`.
-        skipped: rows of stored leaves that are not requested, which is no problem.
+        skipped: rows of stored leaves that are not requested, and are no error.
     """
     count = f"{len(rows)} difference{'s' if len(rows) > 1 else ''}"
     head = f"{where} does not fit `like`: {count}"
@@ -70,7 +70,7 @@ def message(
 
 
 def nothing_fits(where: str, rows: Sequence[Difference]) -> str:
-    """As `message`, for a load that keeps what is missing, and would load nothing.
+    """As `message`, for a load that keeps missing leaves, and would load nothing.
 
     Arguments:
         rows: the missing and unexpected leaves.
@@ -117,8 +117,8 @@ def _text(
 
 
 def _within(part: Cause, rows: Sequence[Difference]) -> list[Difference]:
-    """The rows that remain if the part of the checkpoint is loaded that was meant, with the names
-    in it."""
+    """The rows that remain if the intended part of the checkpoint is loaded, with names relative to
+    it."""
     stored = {row.name: row.stored for row in rows if row.problem == "unexpected"}
     pairs, served = dict(part.pairs), {stored for _, stored in part.pairs}
     differences = []
@@ -145,8 +145,8 @@ def _within(part: Cause, rows: Sequence[Difference]) -> list[Difference]:
 def _beside(
     rows: Sequence[Difference], requested: Collection[str]
 ) -> tuple[list[Difference], list[str]]:
-    """Says first how to load a part, if the checkpoint has whole containers beside those of `like`;
-    each of these is one row.
+    """Adds how to load a part, if the checkpoint has whole containers next to those of `like`; each
+    of these is one row.
 
     Returns:
         The rows, and lines of text.

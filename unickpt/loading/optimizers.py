@@ -1,4 +1,4 @@
-"""Optimizers in a load: why one and its stored state differ; and moments that would be lost."""
+"""Optimizers in a load: why one differs from its stored state, and which moments would be lost."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ _MOMENTS_UNUSED = (
 
 
 def other_optimizers(rows: Iterable[Difference]) -> dict[str, str]:
-    """The places at which another optimizer was saved than is requested, such as "optim/", each
-    with the likely cause as text."""
+    """The places, such as "optim/", where the saved optimizer is not the requested one, each with
+    the likely cause as text."""
     settings: dict[str, dict[str, dict[str, None]]] = {}
     for row in rows:
         match = _SETTING.fullmatch(row.name)
@@ -79,7 +79,7 @@ def likely_causes(rows: Sequence[Difference], requested: Collection[str]) -> lis
     """Why the state of optimizers differs, as texts.
 
     Arguments:
-        rows: the differences, without those of optimizers that are others altogether.
+        rows: the differences, without those of optimizers of another kind.
         requested: the names of all leaves of `like`.
     """
     slots: dict[str, list[Difference]] = {}
@@ -139,7 +139,7 @@ def check_moments(
         where: the checkpoint, for messages.
         requested: the leaves of `like`.
         loaded: the names of those that are loaded.
-        unused: the names of stored leaves that nothing takes, or that a rule drops.
+        unused: the names of stored leaves that no leaf uses, or that a rule drops.
         entries: all stored arrays by name.
 
     Raises:
@@ -164,7 +164,7 @@ def check_moments(
 
 
 def _has_no_slots(prefix: str, requested: Mapping[str, Any]) -> bool:
-    """Whether an optimizer has no state ever: SGD without momentum."""
+    """Whether an optimizer never has state: SGD without momentum."""
     settings: dict[str, dict[str, Any]] = {}
     for name, value in requested.items():
         match = _SETTING.fullmatch(name)

@@ -1,4 +1,4 @@
-"""Leaves of `like` that share a part of their memory: loaded if what is stored agrees there."""
+"""Leaves of `like` that share a part of their memory: loaded if the stored values agree there."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Overlaps:
         self._originals = {name: targets[name] for pair in self._pairs for name in pair}
 
     def separate(self, by_array: TargetsByArray) -> TargetsByArray:
-        """The targets to read: each of these has new memory."""
+        """The targets to read, those that overlap with new memory."""
         if not self._originals:
             return by_array
         apart = {name: NewMemory(target) for name, target in self._originals.items()}

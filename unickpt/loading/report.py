@@ -1,4 +1,4 @@
-"""The report of a load: what was loaded, kept, skipped and cast; and what prevents one."""
+"""The report of a load: leaves loaded, kept, skipped and cast, and differences that prevent it."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ _WITHOUT_CLASS = {
     "namedtuple": "a namedtuple with its fields",
     "wrapper": "only what it holds",
 }
-"""What containers of a class of their own become without `like`: no class is looked up by name."""
+"""What containers of other classes become without `like`: no class is looked up by name."""
 
 _NEW = "{}: the load returned a new one, that of `like` was not filled"
 _SHORT = {"older experts": "older", "new objects": "new"}  # in rows
 
 
 class Difference(NamedTuple):
-    """One row: the leaf, what differs, what is stored and what was requested."""
+    """One row: the leaf, the kind of difference, and the stored and the requested values."""
 
     name: str
     problem: str
@@ -37,19 +37,19 @@ class LoadReport:
     Arguments:
         url: the checkpoint.
         loaded: the names of loaded leaves, in terms of `like` and in its order, if given.
-        kept: leaves of `like` that are not stored; they keep what `like` held.
+        kept: leaves of `like` that are not stored; they keep their values.
         skipped: stored leaves that were not requested: by `like`, or by `only=` and `skip=`.
-        mismatched: leaves whose shape differs from the stored one and that keep what `like` held
+        mismatched: leaves whose shape differs from the stored one and that keep their values
             (`mismatched="keep"`): name, stored shape, requested shape.
         cast: arrays whose dtype was converted: name, stored dtype, requested dtype.
         renamed: leaves that are stored under another name because a module wrapper added
             components: stored name, requested name. They are in `loaded` too.
         older_experts: the experts whose state in the checkpoint is of an earlier step than the
             checkpoint (`Checkpointer(experts=)`), loaded or not: its key, number, step.
-        left_out: leaves of `like` that `only=` and `skip=` do not select; they keep what `like`
-            held, stored or not.
-        untyped: without `like`, containers that are not of the class that was saved, because none
-            is looked up by its name: name, class, what it is instead. So dataclasses are dicts.
+        left_out: leaves of `like` that `only=` and `skip=` do not select; they keep their values,
+            stored or not.
+        untyped: without `like`, containers that lost their saved class, because no class is looked
+            up by name: name, class, type instead. For example, dataclasses become dicts.
         new_objects: objects of `like` that are not filled, because their framework builds new ones
             (Flax NNX modules, dataclasses): name, class. Use the objects that the load returns.
 
@@ -78,7 +78,7 @@ class LoadReport:
 
     @property
     def _reasons(self) -> dict[str, list[tuple[str, str]]]:
-        """What happened, as `counts` calls it, and to which leaves, each with why."""
+        """Outcomes, named as in `counts`, each with its leaves and the reason for each."""
         return {
             "kept": [(name, "not stored, `like` keeps what it held") for name in self.kept],
             "left out": [(name, "not selected, keeps what it held") for name in self.left_out],
@@ -101,7 +101,7 @@ class LoadReport:
 
     @property
     def counts(self) -> dict[str, int]:
-        """Numbers of leaves by what happened to them; all but `loaded` only if there are any."""
+        """Numbers of leaves by outcome; all but `loaded` only if there are any."""
         counts = {kind: len(leaves) for kind, leaves in self._reasons.items() if leaves}
         return {"loaded": len(self.loaded), **counts}
 
@@ -113,7 +113,7 @@ class LoadReport:
 
     @property
     def rows(self) -> list[tuple[str, str, str]]:
-        """The table of `str(report)`: what happened, to which leaves, and why."""
+        """The table of `str(report)`: outcome, leaves, and reason."""
         reasons = self._reasons.items()
         return [row for kind, leaves in reasons for row in _rows(_SHORT.get(kind, kind), leaves)]
 

@@ -1,4 +1,4 @@
-"""What a load asks for, and whether what is stored fits it: all differences are one error."""
+"""The request of a load, and its comparison with the checkpoint: one error for all differences."""
 
 from __future__ import annotations
 
@@ -61,13 +61,13 @@ class LeafSelection:
         return not any(matches(p, name) for p in self.skip)
 
     def left_out(self, names: Iterable[str]) -> frozenset[str]:
-        """Those of some leaves that are not selected."""
+        """Those of the given leaves that are not selected."""
         if self.selects_all:
             return frozenset()
         return frozenset(name for name in names if not self.has(name))
 
     def among(self, stored: StoredTree) -> StoredTree:
-        """Those of some leaves that are selected."""
+        """Those of the given leaves that are selected."""
         if self.selects_all:
             return stored
         return stored.among({name: value for name, value in stored.items() if self.has(name)})
@@ -83,8 +83,8 @@ class LeafSelection:
 
         Arguments:
             where: the checkpoint, for messages.
-            requested: names of the leaves of `like`, or of all that is stored without it.
-            stored: names of what is stored, or of what rules make of it.
+            requested: names of the leaves of `like`, or without it of all stored leaves.
+            stored: names of the stored leaves, or of the leaves that rules make of them.
             before_rules: stored names that rules use.
 
         Raises:
@@ -165,11 +165,11 @@ class LoadRequest(NamedTuple):
         Arguments:
             like: the tree.
             among: the frameworks' adapters.
-            stored_tree: returns what is stored, or what rules make of it; for objects that grow
-                to it, such as optimizers without state.
+            stored_tree: returns the stored tree, or what rules make of it; for objects that grow
+                to match it, such as optimizers without state.
             selection: which leaves are requested.
         """
-        stored = cache(lambda: selection.among(stored_tree()))  # most trees need nothing of it
+        stored = cache(lambda: selection.among(stored_tree()))  # most trees do not need it
         node = tree.flatten(
             like,
             leaf_test(among),
@@ -217,7 +217,7 @@ class Policy(NamedTuple):
         skip_unexpected: stored leaves that are not requested are skipped.
         keep_mismatched: leaves whose shape differs from the stored one keep what they hold.
         cast: dtypes are converted.
-        selection: which leaves the load is about.
+        selection: which leaves the load covers.
     """
 
     keep_missing: bool = False
@@ -233,15 +233,15 @@ class Policy(NamedTuple):
 
 
 class LoadRules(Protocol):
-    """What `rules=` is: shows a checkpoint with other names and axes, as `unickpt.Rules` does."""
+    """The type of `rules=`: shows a checkpoint with other names and axes, as `unickpt.Rules`."""
 
     def _load_view(
         self, stored: Reader, like: Any, among: Sequence[Adapter], policy: Policy, /
     ) -> tuple[View, LoadRequest | None]:
-        """The checkpoint through the rules, and what `like` requests of that, if it is given.
+        """The checkpoint through the rules, and the request of `like`, if it is given.
 
         Raises:
-            RuleError: the rules do not fit what is stored or requested.
+            RuleError: the rules do not fit the stored or the requested arrays.
         """
 
 
@@ -256,7 +256,7 @@ def check_rules(rules: object) -> None:
 
 @dataclass
 class _Comparison:
-    """What a comparison knows, and what it finds: the fields of `LoadReport`, and the rows that
+    """The input and the result of a comparison: the fields of `LoadReport`, and the rows that
     prevent loading. The arguments are those of `compare`, and all names of the checkpoint."""
 
     view: View
@@ -295,7 +295,7 @@ class _Comparison:
                 self.rows.append(Difference(name, problem, leaf_text(leaf), requested))
 
     def fits(self, name: str, entry: ArrayEntry, target: ArrayTarget) -> bool:
-        """Whether a leaf of `like` is an array just as it is stored."""
+        """Whether a leaf of `like` is an array exactly as stored."""
         if entry.shape != target.shape or target.prng is not None or name in self.view.misfits:
             return False
         return target.dtype == dtypes.from_name(entry.dtype)
@@ -324,7 +324,7 @@ class _Comparison:
             self.rows.append(Difference(name, "PRNG key", str(entry.prng), target.prng))
 
     def nothing_fits(self, skipped: Sequence[str]) -> bool:
-        """Whether nothing of `like` is loaded, or none of its arrays although there are some.
+        """Whether no leaf of `like` is loaded, or none of its arrays if it has any.
 
         A step counter has the same name everywhere, so finding one does not mean that `like` fits.
         """
@@ -365,7 +365,7 @@ def compare(view: View, request: LoadRequest, policy: Policy) -> LoadReport:
     for name in request.leaves:
         entry, target = entries.get(name), request.targets.get(name)
         if entry is not None and target is not None and comparison.fits(name, entry, target):
-            comparison.loaded.append(name)  # as nearly all
+            comparison.loaded.append(name)  # nearly all of them
         else:
             comparison.add(name)
     comparison.rows.sort(key=lambda row: natural(row.name))
@@ -468,7 +468,7 @@ def _is_same_data(view: View, a: ArrayEntry, b: ArrayEntry) -> bool:
     stored = view.checkpoint
     if ours is None or theirs is None:
         return False
-    # Two names of one stored array, or two arrays that were equal when they were stored.
+    # Two names of one stored array, or two arrays that were equal when stored.
     return ours.name == theirs.name or same_digests(stored, ours, stored, theirs)
 
 
@@ -493,13 +493,13 @@ def _new_objects(node: tree.Node | tree.Leaf, name: str = "") -> Iterator[tuple[
         yield name, node.type_name
         return
     if tree.Node not in map(type, node.children):
-        return  # as most
+        return  # most are
     for child_name, child in tree.named_children(node, name):
         yield from _new_objects(child, child_name)
 
 
 def _is_mutable(container: Any) -> bool:
-    """Whether a program may expect that a container is filled; arrays are."""
+    """Whether a program may expect a container to be filled in place, as arrays are."""
     if not hasattr(container, "__dict__") or hasattr(container, "dtype"):
         return False
     parameters = getattr(type(container), "__dataclass_params__", None)

@@ -31,8 +31,8 @@ class Cause:
     Arguments:
         text: one line.
         pairs: the requested and the stored name of each leaf.
-        under: the part of the checkpoint that is meant, if all of `like` lies in one.
-        moves_axes: whether what the text says to do also makes the shapes equal.
+        under: the intended part of the checkpoint, if all of `like` lies in one.
+        moves_axes: whether the suggested fix also makes the shapes equal.
     """
 
     text: str
@@ -85,7 +85,7 @@ _PREFIX = re.compile(r"[\w./-]*")
 
 def _flax_and_torch(left: dict[str, str], stored_leaves: dict[str, str]) -> Iterator[Cause]:
     """The cause that one side has the names and axes of Flax, the other those of torch; removes
-    these leaves from what is left."""
+    these leaves from the remaining ones."""
     for flax, torch, inverse in ((stored_leaves, left, ""), (left, stored_leaves, ".inverse")):
         by_module: dict[tuple[str, bool], list[tuple[str, str]]] = {}
         for match in filter(None, map(_FLAX_NAME.fullmatch, flax)):
@@ -141,8 +141,8 @@ _ASKED_IN_PARTS = (
 
 
 def _in_parts(left: dict[str, str], stored_leaves: dict[str, str]) -> Iterator[Cause]:
-    """The causes that a tensor is stored as its parts and requested whole, or the reverse; removes
-    these from what is left."""
+    """The causes that a tensor is stored in parts and requested whole, or the reverse; removes
+    these from the remaining ones."""
     for whole, parts, text in (
         (left, stored_leaves, _STORED_IN_PARTS),
         (stored_leaves, left, _ASKED_IN_PARTS),
@@ -171,7 +171,7 @@ def _without(
 def _part(
     left: Mapping[str, str], stored_leaves: Mapping[str, str], requested_count: int
 ) -> Cause | None:
-    """The cause that `like` is a part of what is stored, if most of it lies under one name."""
+    """The cause that `like` is a part of the checkpoint, if most of it lies under one name."""
     lengths = {len(name) for name in left}
     by_container: dict[str, list[tuple[str, str]]] = {}
     for stored in stored_leaves:
@@ -205,7 +205,7 @@ def _tokens(name: str) -> Tokens:
 def _same_when(
     reduced: Callable[[str], object], left: Mapping[str, str], stored_leaves: Mapping[str, str]
 ) -> Iterator[tuple[str, str]]:
-    """Pairs of a requested and a stored name that are the same once both are reduced."""
+    """Pairs of a requested and a stored name that are equal after both are reduced."""
     stored = {reduced(name): name for name in stored_leaves}
     for name in left:
         if reduced(name) in stored:
@@ -329,7 +329,7 @@ def _may_be_one(requested: str, stored: str) -> bool:
 
 
 def _extents(text: str) -> list[str]:
-    """The extents of a leaf's shape as text; none of what has no shape."""
+    """The extents of a leaf's shape as text; none for a leaf without shape."""
     shape = re.search(_SHAPE, text)
     return [] if shape is None else shape[1].split(", ")
 
@@ -348,7 +348,7 @@ def _change_text(change: Change, pairs: Sequence[tuple[str, str]]) -> str:
 def _rename_advice(
     pairs: Sequence[tuple[str, str]], left: Mapping[str, str], stored_leaves: Mapping[str, str]
 ) -> str:
-    """What to do about names that differ; the rule that transposes if matrices are transposed."""
+    """The fix for names that differ; with the rule that transposes, if matrices are transposed."""
     for requested, stored in pairs:
         extents = _extents(left[requested]), _extents(stored_leaves[stored])
         is_transposed = extents[0] != extents[1] and extents[0] == extents[1][::-1]

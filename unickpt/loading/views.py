@@ -30,28 +30,28 @@ TargetsByArray = Mapping[str, Mapping[str, ArrayTarget]]
 
 
 class View(Protocol):
-    """What a load compares and reads: a checkpoint as it is stored, or through rules.
+    """A checkpoint as a load compares and reads it: as stored, or through rules.
 
-    A load knows a checkpoint only as a view; rules make one of a reader and of what `like` asks.
+    A load sees a checkpoint only as a view; rules build one from a reader and a request.
     """
 
     checkpoint: Reader
-    """What is stored."""
+    """The reader of the stored checkpoint."""
     index: Index
     """The arrays and values, under the requested names."""
     kept_names: frozenset[str] = frozenset()
-    """Names that may be requested and are missing on purpose."""
+    """Names that may be requested but are intentionally missing."""
     misfits: Mapping[str, str] = MappingProxyType({})
-    """Requested leaves that are missing because the stored leaf has a different shape: what is
-    stored, by name."""
+    """Requested leaves that are missing because the stored leaf has a different shape: the stored
+    leaves, by name."""
     renamed: Mapping[str, str] = MappingProxyType({})
     """The stored names of leaves that are requested under other names without a rule."""
     unused: Sequence[str] = ()
     """The names of stored leaves that no requested leaf uses."""
     dropped: Collection[str] = ()
-    """The names of stored leaves that rules leave out on purpose."""
+    """The names of stored leaves that rules drop."""
     sources: Collection[str] = ()
-    """The names of what is stored, if they mean something else than those of the index."""
+    """The stored names, if they mean something else than those of the index."""
     numbers: Mapping[str, tree_json.Plain] = MappingProxyType({})
     """The arrays of the index that are stored as plain numbers."""
 
@@ -59,8 +59,8 @@ class View(Protocol):
         """The structure that a load without `like` returns."""
 
     def is_dispensable(self, name: str) -> bool:
-        """Whether what is requested may lack a stored leaf, such as a flag of an optimizer that
-        only some versions of torch have."""
+        """Whether a request may lack a stored leaf, such as a flag of an optimizer that only some
+        versions of torch have."""
 
     def recipe(self, name: str) -> Recipe:
         """The sources of an array of the index."""
@@ -75,12 +75,12 @@ class View(Protocol):
         array of two, or leave one out.
 
         Raises:
-            LoadMismatch: some would be.
+            LoadMismatch: some would be lost.
         """
         return
 
     def jobs(self, targets_by_array: TargetsByArray) -> list[Job]:
-        """What to read, in groups that need the same stored arrays.
+        """The jobs to read, each a group that needs the same stored arrays.
 
         Arguments:
             targets_by_array: for arrays of the index, their targets by name.
@@ -108,10 +108,10 @@ class View(Protocol):
 
 
 class StoredView(View):
-    """A checkpoint as it is stored; `serve` adapts it to what is requested.
+    """A checkpoint as it is stored; `serve` adapts it to a request.
 
     Arguments:
-        checkpoint: what is stored.
+        checkpoint: the stored checkpoint.
     """
 
     def __init__(self, checkpoint: Reader) -> None:
@@ -119,8 +119,8 @@ class StoredView(View):
         self._leaves: Mapping[str, Any] = {}
 
     def serve(self, leaves: Mapping[str, Any], targets: Mapping[str, ArrayTarget]) -> None:
-        """Adapts it to what is requested: numbers become arrays, and names lose the components of
-        torch's wrappers (see `unickpt.trees.wrapper_names`).
+        """Adapts it to a request: numbers become arrays, and names lose the components of torch's
+        wrappers (see `unickpt.trees.wrapper_names`).
 
         Arguments:
             leaves: of `like`, by name.
@@ -187,7 +187,7 @@ def number_entry(
     Arguments:
         name, value: of the number.
         dtype: of the array.
-        is_held: whether it becomes one in any case.
+        is_held: whether it becomes an array in any case.
     """
     if not isinstance(value, bool | int | float):
         return None
@@ -232,7 +232,7 @@ def _with_names(index: Index, renamed: Mapping[str, str]) -> Index:
         return index
     new = {old: name for name, old in renamed.items()}
     aliases = {new.get(alias, alias): target for alias, target in index.aliases.items()}
-    # An entry's name locates its chunks, so the entry stays as it is under the new name.
+    # An entry's name locates its chunks, so the entry stays unchanged under the new name.
     aliases |= {name: old for name, old in renamed.items() if old in index.arrays}
     return replace(
         index,
@@ -243,8 +243,8 @@ def _with_names(index: Index, renamed: Mapping[str, str]) -> Index:
 
 
 def structure_of(stored: Checkpoint) -> tree.Node | tree.Leaf:
-    """The structure of a stored tree: its containers, and the names of what is in them. The values
-    are in `stored.index.values`, and what is said of arrays in `stored.index.arrays`.
+    """The structure of a stored tree: its containers, and the names of their members. The values
+    are in `stored.index.values`, and the entries of arrays in `stored.index.arrays`.
 
     Raises:
         CheckpointCorrupt: it is damaged.
@@ -253,16 +253,16 @@ def structure_of(stored: Checkpoint) -> tree.Node | tree.Leaf:
 
 
 def read_into(stored: Checkpoint, targets: TargetsByArray, options: LoadOptions) -> None:
-    """Reads boxes of stored arrays into memory; each chunk once, and checked.
+    """Reads boxes of stored arrays into memory; reads each chunk once, and checks it.
 
     Arguments:
         stored: the checkpoint.
-        targets: for each array, by any names, where its boxes go, such as
+        targets: for each array the destination of its boxes, by any names, such as
             `LocalFragments(shape, [(box, tensor)]).target()`.
         options: how to read; this process reads alone.
 
     Raises:
-        CheckpointReplaced: a save has replaced the checkpoint meanwhile.
+        CheckpointReplaced: a save has replaced the checkpoint.
         UnickptError: as `unickpt.load`.
     """
     read_arrays(stored.reader, StoredView(stored.reader).jobs(targets), options)

@@ -37,13 +37,13 @@ class Job:
     """Arrays to read together, because they are tied, requested more than once, or need the same
     chunks.
 
-    Of one that is taken as it is stored, as of the 100,000 that a model may have nearly all, no
-    more is made than this.
+    An array that is loaded as stored needs only this object; of the 100,000 arrays that a model may
+    have, nearly all are.
 
     Arguments:
         targets: the destinations, by name.
         recipes: their sources, by the same names.
-        entry: instead of these, the stored array that all of the targets take.
+        entry: instead of these, the stored array for all of the targets.
     """
 
     __slots__ = ("_recipes", "entry", "targets")
@@ -73,7 +73,7 @@ class Job:
 
     @property
     def processes(self) -> int:
-        """Over how many processes all destinations are distributed, at least; 1 for none."""
+        """The least number of processes over which a destination is distributed; 1 if none is."""
         return min([target.processes for target in self.targets.values()], default=1)
 
     @property
@@ -83,13 +83,13 @@ class Job:
         return list({entry.name: entry for entry in used}.values())
 
     def finish(self, buffers: dict[str, list[Array]], done: dict[str, Any]) -> None:
-        """Adds the leaves of filled memory to `done`; forgets the memory."""
+        """Adds the leaves of filled memory to `done`; drops the memory."""
         for name, target in self.targets.items():
             done[name] = target.finish(buffers.pop(name))
 
 
 class _WholeArray(NamedTuple):
-    """An array that is one chunk and is read whole: its job, the only target of it, its bytes."""
+    """An array that is one chunk and is read whole: its job, its only target, its bytes."""
 
     job: Job
     name: str
@@ -113,7 +113,7 @@ def read_arrays(
 
     Arguments:
         stored: the checkpoint.
-        jobs: what to read.
+        jobs: the arrays to read.
         options: see `LoadOptions`.
         reader: of this checkpoint, to reuse its threads for several calls.
         filled: counts the bytes of destinations.
@@ -125,7 +125,7 @@ def read_arrays(
     nbytes = sum(map(_NBYTES, whole))
     is_small = len(whole) <= TASK_CHUNKS and nbytes <= TASK_BYTES
     try:
-        # To start a thread for one piece of work takes as long as to read a megabyte.
+        # Starting a thread for one piece of work takes as long as reading a megabyte.
         if whole and not other_jobs and reader is None and (is_small or len(whole) == 1):
             batch = _ReadBatch(stored, whole, options.verify)
             with files_kept_open():
@@ -146,8 +146,8 @@ def read_arrays(
 
 
 def _checking(stored: Reader, jobs: Sequence[Job]) -> Reader:
-    """A checkpoint that compares checksums, if about as much is asked as is stored: those of other
-    formats are of whole arrays."""
+    """The checkpoint with checksums compared, if nearly all of it is requested: other formats have
+    checksums of whole arrays."""
     if not stored.has_wide_checksums:
         return stored
     entries = {entry.name: entry.nbytes for job in jobs for entry in job.entries}
@@ -171,7 +171,7 @@ class Filled:
             progress(0, self._total)
 
     def part(self, job: Job, ended: int, total: int) -> None:
-        """Counts the part of a job that is filled: so many of its chunks, or of its tasks."""
+        """Counts the filled part of a job, in chunks or in tasks."""
         if self._progress is not None:
             self._parts[next(iter(job.targets))] = job.nbytes * ended // total
             self._progress(self._done + sum(self._parts.values()), self._total)
@@ -186,7 +186,7 @@ class Filled:
 
 
 class _ReadBatch:
-    """Arrays that are read whole, each of them one chunk: their memory, and what is read.
+    """Arrays that are read whole, each of them one chunk: their memory, and the requests.
 
     Arguments:
         stored: the checkpoint.
@@ -196,12 +196,12 @@ class _ReadBatch:
 
     requests: Sequence[Request]
     other_jobs: list[Job]
-    """Those that have to be read otherwise, because their memory is not contiguous."""
+    """Those to read another way, because their memory is not contiguous."""
 
     def __init__(self, stored: Reader, arrays: Sequence[_WholeArray], verify: bool) -> None:
         digests: Sequence[int | None] = [None] * len(arrays)
-        rows = stored.first_digests([array.entry for array in arrays])  # before there is memory
-        is_large = sum(map(_NBYTES, arrays)) > TASK_BYTES  # then it may be of one array
+        rows = stored.first_digests([array.entry for array in arrays])  # before memory is allocated
+        is_large = sum(map(_NBYTES, arrays)) > TASK_BYTES  # then it may be a single array
         for array in arrays if rows is None or is_large else ():
             stored.check_backed(array.entry)
         if rows is not None and verify:
@@ -255,12 +255,12 @@ class _Reads:
         self.window.drain()
 
     def _start(self, job: Job) -> None:
-        """Starts to read an array, when there is room; the window waits for it and finishes the
+        """Starts to read an array when there is room; the window waits for it and finishes the
         leaf."""
         nbytes = job.nbytes
         self.window.make_room(nbytes)
         buffers, consumers = prepare(self.stored, job, self.planner.verify)
-        # Each once, in the order in which they are read: progress is reported as they end.
+        # Each once, in reading order: progress is reported as they end.
         pending = dict.fromkeys(map(self.reader.submit, self.planner.reads(consumers)))
 
         def finish() -> None:
@@ -273,7 +273,7 @@ class _Reads:
         self.window.add(nbytes, finish)
 
     def _start_whole(self, arrays: Sequence[_WholeArray]) -> Sequence[Job]:
-        """As `_start`, for a batch on one thread; returns those that have to be read otherwise."""
+        """As `_start`, for a batch on one thread; returns those to read another way."""
         nbytes = sum(map(_NBYTES, arrays))
         self.window.make_room(nbytes)
         batch = _ReadBatch(self.stored, arrays, self.planner.verify)
@@ -288,12 +288,12 @@ class _Reads:
 
 
 Consumers = Mapping[str, tuple[ArrayEntry, list[Consumer]]]
-"""What takes elements of stored arrays, by the names of these."""
+"""The consumers of elements of stored arrays, by the arrays' names."""
 
 
 def prepare(stored: Reader, job: Job, verify: bool) -> tuple[dict[str, list[Array]], Consumers]:
-    """Memory for all boxes of all targets, in which all that needs no chunk is filled in; and what
-    of it takes elements of which stored array.
+    """Memory for all boxes of all targets, with all elements that need no chunk filled in; and the
+    consumers of each stored array in it.
 
     Raises:
         OutOfMemory: names the array.
@@ -334,7 +334,7 @@ def slots_of(job: Job) -> list[TargetBox]:
 
 
 def _fill(slots: Sequence[TargetBox], buffers: Mapping[str, Sequence[Array]], verify: bool) -> None:
-    """Fills in what needs no chunk."""
+    """Fills in the elements that need no chunk."""
     for name, position, box, recipe in slots:
         buffer = buffers[name][position]
         for constant in recipe.fills:
@@ -370,8 +370,8 @@ def read_made(
 def _whole_arrays(jobs: Sequence[Job]) -> tuple[list[_WholeArray], list[Job]]:
     """The arrays that are read whole and are one chunk; and the other jobs.
 
-    A model may have 100,000 small ones. What it costs to read one is then not its bytes, but
-    Python's work for a chunk; so no more is made of it than a `Request`.
+    A model may have 100,000 small arrays. The cost of reading one is then Python's work per chunk,
+    not its bytes; so each needs only a `Request`.
     """
     whole: list[_WholeArray] = []
     other_jobs: list[Job] = []

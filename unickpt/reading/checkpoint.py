@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 Hints = Mapping[str, Any]
 
-# Files that other systems write into the top of a folder that is a checkpoint. Weights are not
-# among them: users put those for inference beside the state of a run. Only local folders are
-# searched: elsewhere, each file would be a request.
+# Files that other systems write into the top of a checkpoint folder. Weights are not among them:
+# users put those for inference next to the state of a run. Only local folders are searched:
+# elsewhere, each file would be a request.
 _MARKERS = (".metadata", "_CHECKPOINT_METADATA", "latest", "latest_checkpointed_iteration.txt")
 _FORMAT_HINT = "format"
 OWN: Hints = {_FORMAT_HINT: ocdbt_reader.FORMAT}
@@ -42,9 +42,9 @@ def open(path: paths.PathLike, *, hints: Hints | None = None) -> Checkpoint:
     Arguments:
         path: a local path or a URL (file, memory, s3, gs) of a folder; or of a file, if another
             system's checkpoint is one.
-        hints: facts that the files of another system's checkpoint do not tell, by name;
-            docs/formats tells which ones a format takes. `{"format": "unickpt"}`, or the name of
-            another format, is needed where one folder holds checkpoints of two.
+        hints: facts that the files of another system's checkpoint do not contain, by name;
+            docs/formats lists them by format. `{"format": "unickpt"}`, or the name of another
+            format, is needed where one folder holds checkpoints of two.
 
     If a save replaces the checkpoint during the call, the new one is opened.
 
@@ -54,7 +54,7 @@ def open(path: paths.PathLike, *, hints: Hints | None = None) -> Checkpoint:
         CheckpointCorrupt: its index is damaged.
         UnsupportedFormat: it needs a feature that this unickpt does not know, or holds what unickpt
             cannot read.
-        HintError: the format does not take a hint, or not such a value; or the folder holds
+        HintError: the format does not take a hint, or not this value; or the folder holds
             checkpoints of two formats, and no hint says which one is meant.
 
     Example:
@@ -67,7 +67,7 @@ def open(path: paths.PathLike, *, hints: Hints | None = None) -> Checkpoint:
 
 
 def opened(source: Source, under: str = "", *, once: bool = False) -> Checkpoint:
-    """The checkpoint at a path, or what was opened already, such as with hints; or a part of it.
+    """The checkpoint at a path, or one that is already open, such as with hints; or a part of it.
 
     Arguments:
         source: the path, or the checkpoint.
@@ -125,15 +125,15 @@ def _open(path: paths.PathLike, hints: Hints) -> Checkpoint:
 
 
 def open_reader(location: Location, hints: Hints | None = None) -> Reader | None:
-    """Opens what is at a location; None if no format recognises a checkpoint there.
+    """Opens the checkpoint at a location; None if no format recognises one there.
 
     Arguments:
         location: of the checkpoint.
-        hints: what the user says of it.
+        hints: the user's facts about it.
 
     Raises:
-        CheckpointNotFound: a database is there that is no checkpoint of a known format.
-        UnickptError: all that `formats.open_foreign` raises.
+        CheckpointNotFound: a database is there, but no checkpoint of a known format.
+        UnickptError: as `formats.open_foreign`.
     """
     other_hints = dict(hints or {})
     format = other_hints.pop(_FORMAT_HINT, None)
@@ -231,7 +231,7 @@ class Checkpoint(Mapping[str, "StoredArray"]):
         return StoredArray(self, self.reader, name, entry)
 
     def under(self, name: str) -> Checkpoint:
-        """The part of it whose names begin alike, as a checkpoint of its own; reads nothing.
+        """The part whose names share a prefix, as a checkpoint of its own; reads nothing.
 
         Arguments:
             name: of a container, such as "model"; or the beginning of names, with a dot at its end.

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 _NAME = "unickpt-load"  # of threads
-_MOST_THREADS = 32  # of remote storage so many, because each request crosses a network
+_MOST_THREADS = 32  # for remote storage, because each request crosses a network
 # A task reads chunks in sequence; small chunks share a task, to reduce scheduling overhead. From a
 # disk also larger ones do, if enough tasks are left for each thread.
 TASK_BYTES, _MOST_TASK_BYTES = 1 << 20, 16 << 20
@@ -66,7 +66,7 @@ class ChunkReader:
         self.task_bytes = TASK_BYTES
 
     def expect(self, nbytes: int) -> None:
-        """Makes tasks as large as is good for so many bytes in all."""
+        """Sets the size of tasks, by the number of bytes in all."""
         if not self._stored.location.is_remote:
             task_bytes = nbytes // (_TASKS_PER_THREAD * _local_threads())
             self.task_bytes = min(max(task_bytes, TASK_BYTES), _MOST_TASK_BYTES)
@@ -125,7 +125,7 @@ class ChunkReader:
                     piece.place(chunk)
 
     def _memory(self, reads: Sequence[ChunkRead]) -> Sequence[Array]:
-        """Memory for chunks, until this thread asks for that of others."""
+        """Memory for chunks, valid until this thread requests memory for others."""
         kinds = [(read.box.shape, dtypes.from_name(read.entry.dtype)) for read in reads]
         try:
             return self._scratch.arrays(kinds)
@@ -152,8 +152,8 @@ def mismatch(stored: Reader, request: Request) -> Exception:
 
 
 def _direct(read: ChunkRead) -> Array | None:
-    """The destination into which a chunk can be read directly: contiguous, of its dtype, the only
-    one."""
+    """The destination into which a chunk can be read directly: contiguous, of its dtype, and the
+    only one."""
     copy, out, source = read.pieces[0]
     if len(read.pieces) > 1 or out.size != read.box.size or not out.flags.c_contiguous:
         return None

@@ -1,4 +1,4 @@
-"""Collective reading: the processes of a job read each chunk once, and send it to each other.
+"""Collective reading: the processes of a job read each chunk once, and exchange it.
 
 Every process sends the others the boxes of stored arrays that it needs, and then, in rounds, those
 of the chunks that it has read (`shared_read`).
@@ -44,10 +44,10 @@ _LOADING = "loading"
 _ALIGN = 16  # bytes, also of a message's header, whose first byte is the status
 _IN_FLIGHT = 4  # buffers in the budget: for two rounds, what is sent and what is received
 
-_Report = tuple[Wants, str, int]  # what a process needs, what it opened, and its budget
+_Report = tuple[Wants, str, int]  # a process's needs, the attempt it opened, and its budget
 _MESSAGE = msgspec.json.Decoder(tuple[tuple[str, str] | None, _Report | None])
 
-# A caller may recover from these with a new or older checkpoint or a copy; then all must.
+# A caller may recover from these with a newer or older checkpoint or a copy; then all must.
 _SAME: Mapping[str, type[Exception]] = {
     kind.__name__: kind for kind in (CheckpointCorrupt, CheckpointNotFound, CheckpointReplaced)
 }
@@ -75,11 +75,11 @@ def exchanging(group: Group, options: LoadOptions) -> Iterator[ReadArrays]:
 
 
 class _Unreachable(ProcessFailed):
-    """The processes cannot exchange anything any more."""
+    """The processes can no longer exchange anything."""
 
 
 class _Messages:
-    """What is sent to or received from each process in a round: a header, then boxes."""
+    """The messages to or from each process in a round: a header, then boxes."""
 
     def __init__(self, count: int) -> None:
         self.sizes = [_ALIGN] * count
@@ -107,7 +107,7 @@ class _Messages:
 
 
 class _RoundOfMessages:
-    """A round whose chunks are sent: each process the boxes that it needs."""
+    """A round in which chunks are sent: to each process the boxes that it needs."""
 
     def __init__(self, job: _JobRead, chunks: Sequence[SharedChunk]) -> None:
         self._job, me = job, job.index
@@ -148,7 +148,7 @@ def _moved_bytes(chunk: SharedChunk) -> Mapping[int, int]:
 
 
 class _JobRead:
-    """One load by all processes of a group, and the `Transport` of it: messages.
+    """One load by all processes of a group, and its `Transport`: messages.
 
     The error of the first failed process decides for all, so that all continue in the same way.
     """
@@ -159,7 +159,7 @@ class _JobRead:
         self.progress: ProgressFunction = nothing
 
     def fail(self, error: Exception) -> None:
-        """Tells the others, if they still wait for what this process needs."""
+        """Notifies the others of an error, if they still wait for this process's needs."""
         if not self._has_reported:
             self.gather_reports(error)
 
@@ -195,7 +195,7 @@ class _JobRead:
     def gather_reports(
         self, error: Exception | None, report: _Report | None = None
     ) -> list[_Report]:
-        """What every process reports; if any failed, raises the error of the first one.
+        """The reports of all processes; if any failed, raises the error of the first one.
 
         Called by all processes at the same point.
         """
@@ -218,7 +218,7 @@ class _JobRead:
 
 @contextmanager
 def _reaching() -> Iterator[None]:
-    """Raises what kept the processes from communicating as `_Unreachable`."""
+    """Turns a communication error into `_Unreachable`."""
     try:
         yield
     except SaveTimeout as error:

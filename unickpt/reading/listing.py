@@ -28,7 +28,7 @@ class Listed:
 def checkpoints_below(root: paths.PathLike | Location) -> list[Listed]:
     """The committed checkpoints in a folder, and the folder itself if it is one.
 
-    Only looks at names; use `unickpt.open` or `verify` to check a checkpoint.
+    Checks only names; use `unickpt.open` or `verify` to check a checkpoint.
 
     Arguments:
         root: a local path or a URL (file, memory, s3, gs), or a whole bucket; or its location.
@@ -59,8 +59,8 @@ def checkpoints_below(root: paths.PathLike | Location) -> list[Listed]:
 
 
 def other_folders(root: paths.PathLike) -> list[Listed]:
-    """The folders in a folder, and itself, that `checkpoints_below` does not know: they may be
-    checkpoints of other systems.
+    """The folders in a folder, and the folder itself, that `checkpoints_below` does not list: they
+    may be checkpoints of other systems.
 
     Raises:
         StorageError: the storage failed.

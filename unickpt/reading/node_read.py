@@ -1,16 +1,16 @@
-"""Reading by the processes of a node together: chunks that several of them need are read once.
+"""Shared reading by the processes of a node: a chunk that several of them need is read once.
 
-Shards rarely end where chunks do, and replicas need the same: alone, every process reads and checks
-all chunks that its shard touches. Here each such chunk is read and checked by one process, in
-memory that all of them see, and every process takes from it what it needs. That pays where reading
-crosses a network; and from a disk, which the system reads once for all of the node, where each
-chunk would be taken from its cache and checked several times.
+Shards rarely end where chunks do, and replicas need the same chunks: alone, every process reads and
+checks all chunks that its shard touches. Here one process reads and checks each such chunk, in
+shared memory, and every process copies the part that it needs. That pays off where reading crosses
+a network. It also does from a disk: the system reads it once for all of the node, but each chunk
+would be copied from its cache and checked several times.
 
-This never changes what a load does. It begins only once as many processes as the launcher started
+This never changes the result of a load. It begins only when all processes that the launcher started
 on this node have come to read the same checkpoint; a process that does not find them after a moment
-reads alone, and looks from time to time. Whatever goes wrong afterwards (one of
-them fails, ends, is killed, or keeps the others waiting), each of them reads what it still needs
-alone. No process but those of the node takes part, so that it costs the same in a job of any size.
+reads alone, and checks from time to time. If anything goes wrong afterwards (one of them fails,
+ends, is killed, or keeps the others waiting), each reads the rest alone. Only the processes of the
+node take part, so the cost does not depend on the size of the job.
 """
 
 from __future__ import annotations
@@ -48,18 +48,19 @@ from unickpt.threads import in_batches
 
 _log = logging.getLogger("unickpt")
 
-# What is read more than once must be worth a rendezvous: bytes, and a share of all. From a disk
-# the system reads once in any case, and copying once more takes about as long as reading from its
-# cache and checking (measured: benchmarks/ranks.py; twice as much is as fast alone).
+# The bytes read more than once must be worth a rendezvous: their number, and their share of all.
+# From a disk the system reads once in any case, and copying once more takes about as long as
+# reading from its cache and checking (measured: benchmarks/ranks.py; twice as much is as fast
+# alone).
 _LEAST_BYTES, _LEAST_RATIO, _LEAST_RATIO_LOCAL = 64 << 20, 1.25, 3.0
 _LEAST_ARRAY_BYTES = 1 << 20
-# Processes that load together come within moments. Whoever loads alone waits no longer than this,
-# and from a disk no longer than its bytes take at so many a second: less than a tenth of the load.
-# Then it begins to read alone, at first so many bytes, and looks each time whether all have come.
+# Processes that load together come within moments. A process that loads alone waits at most this
+# long, and from a disk at most as long as its bytes take at this rate: under a tenth of the load.
+# Then it begins to read alone, at first so many bytes, and checks each time whether all have come.
 _PATIENCE_S, _PATIENCE_BYTES = 2.0, 80 << 30
 _ALONE_BYTES, _MOST_ALONE_BYTES = 128 << 20, 1 << 30
 _TIMEOUT_S = 60.0
-# Of a process, in a round: enough requests in flight; or so little that it stays in a cache.
+# Bytes of a process in a round: enough requests in flight; or so few that they stay in a cache.
 _ROUND_BYTES, _ROUND_BYTES_LOCAL = 128 << 20, 16 << 20
 _ALIGN = 64  # of chunks in shared memory, in bytes
 _ROUNDS_HELD = 3  # in shared memory at a time
@@ -81,7 +82,7 @@ def read_on_node(
                 reading.read(large, mine)
             except RendezvousEnded as error:
                 _log.info("%s: this process reads alone: %s", stored.location, error)
-            except Exception as error:  # reading alone says better what it is, if it stays
+            except Exception as error:  # if it persists, reading alone reports it better
                 _log.warning("%s: this process reads alone: %r", stored.location, error)
     return reading.done | read_arrays(stored, reading.left(jobs), options, filled=filled)
 
@@ -107,7 +108,7 @@ class _NodeRead:
             mine: the bytes that this process would read alone.
 
         Raises:
-            RendezvousEnded: the processes cannot meet, or are not together any more.
+            RendezvousEnded: the processes cannot meet, or no longer are together.
         """
         stored, options, index = self.stored, self.options, self.stored.index
         purpose = f"{__version__} {index.attempt} {index.created} {options.verify} {stored.under}"
@@ -130,7 +131,7 @@ class _NodeRead:
         """Reads together.
 
         Raises:
-            RendezvousEnded: the processes are not together any more, or little would be gained.
+            RendezvousEnded: the processes no longer are together, or little would be gained.
         """
         stored, options = self.stored, self.options
         most = _ROUND_BYTES if _is_slow(stored) else _ROUND_BYTES_LOCAL
@@ -144,7 +145,7 @@ class _NodeRead:
         spared = [(len(c.wanted_boxes) - 1) * c.nbytes for chunks in rounds for c in chunks]
         if sum(spared) < _LEAST_BYTES:
             raise RendezvousEnded("they need different chunks")
-        # Whoever took another's chunk for the one that it needs would load other values.
+        # A process that took the wrong chunk would load wrong values.
         facts = [[(*chunk.key, chunk.owner) for chunk in chunks] for chunks in rounds]
         planned = hashlib.blake2b(msgspec.json.encode(facts), digest_size=16).digest()
         if set(met.gather(planned)) != {planned}:
@@ -185,8 +186,8 @@ def _bytes_of(jobs: Sequence[Job], wants: Wants) -> int:
 def _is_worth_sharing(stored: Reader, jobs: Sequence[Job], mine: int, count: int) -> bool:
     """Whether chunks are read more than once, if the other processes need as much as this one.
 
-    All processes should come to the same, or those who meet wait for the others in vain; so this
-    depends on the layouts more than on the position of the process in them.
+    All processes should reach the same result, else those that meet wait for the others in vain; so
+    this depends on the layouts more than on the position of the process in them.
     """
     least = _LEAST_RATIO if _is_slow(stored) else _LEAST_RATIO_LOCAL
     spread = max((t.processes for job in jobs for t in job.targets.values()), default=1)
@@ -195,17 +196,17 @@ def _is_worth_sharing(stored: Reader, jobs: Sequence[Job], mine: int, count: int
 
 
 def _shared_bytes(chunk: SharedChunk) -> Mapping[int, int]:
-    """Memory that a chunk takes of the process that reads it, if others need it."""
+    """Memory of the reading process that a chunk takes, if others need it."""
     aligned = -(-chunk.nbytes // _ALIGN) * _ALIGN
     return {chunk.owner: aligned} if len(chunk.wanted_boxes) > 1 else {}
 
 
 class SharedMemory:
-    """The `Transport` of a node, and the `Exchange` of all its rounds: chunks lie in memory of who
-    read them, which all processes see.
+    """The `Transport` of a node, and the `Exchange` of all its rounds: chunks lie in memory of the
+    process that read them, which all processes see.
 
-    There is memory for three rounds: one is read, one is placed, and from the one before that
-    others may still be taking what they need.
+    There is memory for three rounds: one is read, one is placed, and others may still be copying
+    from the one before that.
 
     Arguments:
         met: the processes.
@@ -217,7 +218,7 @@ class SharedMemory:
 
     def __init__(self, met: Rendezvous, rounds: Rounds) -> None:
         self.index, self._met = met.index, met
-        # Of each chunk that others need: which third of its owner's memory, and where in that.
+        # For each chunk that others need: the third of its owner's memory, and its offset there.
         self._places: dict[tuple[str, int], tuple[int, int]] = {}
         self._round_bytes = 0
         for number, chunks in enumerate(rounds):

@@ -1,8 +1,8 @@
-"""Processes of one node that do the same at the same time: they find each other, and share memory.
+"""Processes of one node with a common task at the same time find each other and share memory.
 
-They meet at a Unix socket whose name says what they do. Whoever comes first waits for the others,
-and passes on what they tell. Nothing of this has a name in a file system, so that nothing is left
-when a process is killed; and its death is noticed at once, because its socket ends.
+They meet at a Unix socket whose name identifies the task. The first process waits for the others
+and forwards their messages. Neither socket nor memory has a name in a file system, so nothing is
+left when a process is killed; its death is detected at once, because its socket closes.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _LENGTH = struct.Struct("<Q")
 _START = struct.Struct("<II")  # a member's index, and the number of members
 _PAUSE_S = 0.002
 _LEAST_WAIT_S = 0.0005
-_GREETING_S = 1.0  # for what a process sends as soon as it comes
+_GREETING_S = 1.0  # for the first message of a process
 
 
 class RendezvousEnded(Exception):
@@ -49,7 +49,7 @@ class Rendezvous:
         self._links, self._memory = links, memory
 
     def gather(self, own_message: bytes) -> list[bytes]:
-        """What each process tells; returns once all have called it.
+        """The messages of all processes; returns once all have called it.
 
         Raises:
             RendezvousEnded: a process has left, or keeps the others waiting.
@@ -96,13 +96,13 @@ def can_meet(count: int) -> bool:
 
 
 class Arrival(ExitStack):
-    """A process that has come to meet others, until it leaves, and may do other things meanwhile:
-    those of this user on this node which have the same purpose.
+    """A process that waits to meet the processes of this user on this node with the same purpose,
+    until it leaves; it may do other work meanwhile.
 
-    Which ones they are does not matter: as many as are missing are taken as they come.
+    Any processes will do: as many as are missing are accepted as they come.
 
     Arguments:
-        purpose: what they are going to do.
+        purpose: identifies their task.
         count: how many there are.
         timeout_s: how long to wait for each other once they have met, each time.
     """
@@ -191,7 +191,7 @@ class Arrival(ExitStack):
             else:
                 link.close()
             self._come = [peer for peer in self._come if not _has_left(peer[0])]
-        place.close()  # a process that comes now is of the next load
+        place.close()  # a process that comes now belongs to the next load
         links, files = (
             [link for link, _ in self._come],
             [self._memory, *(file for _, file in self._come)],
@@ -204,7 +204,7 @@ class Arrival(ExitStack):
         return Rendezvous(0, links, files)
 
     def _connected(self, deadline: float) -> socket.socket:
-        """Comes to the first."""
+        """Connects to the first."""
         link = self.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
         try:
             link.settimeout(_left(deadline))
@@ -218,7 +218,7 @@ class Arrival(ExitStack):
         return link
 
     def _join(self, link: socket.socket, deadline: float) -> Rendezvous:
-        """Waits until all have come to the first."""
+        """Waits until all have connected to the first."""
         link.settimeout(_left(deadline))
         start, files, _, _ = socket.recv_fds(link, _START.size, self._count)
         for file in files:
@@ -247,7 +247,7 @@ def _has_left(link: socket.socket) -> bool:
 
 
 def _is_own(link: socket.socket) -> bool:
-    """Whether the other process is of this user: any user may use the name."""
+    """Whether the other process belongs to this user: any user may use the name."""
     size = struct.calcsize("3i")
     _, user, _ = struct.unpack("3i", link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
     return bool(user == os.getuid())

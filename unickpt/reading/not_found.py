@@ -1,4 +1,4 @@
-"""Why nothing can be opened at a path, and which path may have been meant."""
+"""Why no checkpoint can be opened at a path, and which path may be intended."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ _LIST = "`unickpt ls` lists the checkpoints below a directory"
 
 
 def nothing_at(location: Location, open_reader: Callable[[Location], object]) -> str:
-    """What is at a path instead of a checkpoint, in one sentence.
+    """One sentence that says what a path holds instead of a checkpoint.
 
     Opens a few folders at most. It is called where nothing can be opened, and so must not fail
     itself.
 
     Arguments:
         location: where no format recognises a checkpoint.
-        open_reader: opens what is at a location; returns None if nothing is.
+        open_reader: opens the checkpoint at a location; returns None if there is none.
     """
     said = f"no checkpoint at {location}"
     try:
@@ -72,7 +72,7 @@ def _opens(listed: Listed, open_reader: Callable[[Location], object]) -> bool:
 
 
 def _names_text(names: Sequence[str]) -> str:
-    """What a folder holds that has no checkpoint in it."""
+    """The contents of a folder without a checkpoint."""
     if names == ["processes"]:
         return (
             "a save began there and has not been committed: it is still under way, or it was "
@@ -83,8 +83,8 @@ def _names_text(names: Sequence[str]) -> str:
 
 
 def _above(location: Location) -> str:
-    """Of a path where nothing is, the nearest folder above that has something in it."""
-    if location.is_remote:  # which lists all that is below a folder, at any depth
+    """The nearest folder above an empty path that is not empty."""
+    if location.is_remote:  # its listings include all below a folder, at any depth
         return f"nothing is there. {_LIST}"
     what = "the folder is empty" if location.is_local and location.exists() else "nothing is there"
     folder = location.parent

@@ -30,14 +30,14 @@ class TargetBox(NamedTuple):
 
 
 class Consumer(NamedTuple):
-    """A buffer that takes elements from a stored array, and what it needs of it."""
+    """A buffer that takes elements from a stored array, and the elements that it needs."""
 
     needed: Needed
     buffer: Array
     source: ElementSource
 
     def pieces(self, box: Box) -> Iterator[Piece]:
-        """What it needs from a box of the stored array."""
+        """The elements that it needs from a box of the stored array."""
         for copy in self.needed.copies(box):
             yield self.piece(copy)
 
@@ -69,8 +69,8 @@ class ChunkRead:
     """One chunk to read, and the destinations of its pieces.
 
     Arguments:
-        entry, part, number: which one.
-        box: of the chunk, or of what is read of it.
+        entry, part, number: identify the chunk.
+        box: of the chunk, or of the part of it that is read.
         row: of the digest table; None without verification.
         pieces: of the chunk.
     """
@@ -84,7 +84,7 @@ class ChunkRead:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of what is read."""
+        """Bytes to read."""
         return self.box.size * self.entry.itemsize
 
     def request(self, out: Array) -> Request:
@@ -109,13 +109,13 @@ def consumers_of(
     return consumers
 
 
-# Plans are kept of arrays with few chunks, where planning takes longer than reading. So little
-# memory is kept, whatever is loaded.
+# Plans are cached for arrays with few chunks, where planning takes longer than reading. So the
+# cache stays small, whatever is loaded.
 _KEPT_PLANS, _KEPT_CHUNKS = 1024, 16
 
 
 class Planner:
-    """Plans which chunks are read; once for small arrays of one shape that need the same.
+    """Plans which chunks are read; plans small arrays of one shape with the same needs once.
 
     Arguments:
         stored: the checkpoint.
@@ -162,7 +162,7 @@ class _Planned(NamedTuple):
         number: the chunk's number in the part.
         row: of the array's digest table.
         box: of the chunk.
-        copies: each with the position of the consumer.
+        copies: each with the position of its consumer.
     """
 
     part: int

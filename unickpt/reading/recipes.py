@@ -48,7 +48,7 @@ class Copy(NamedTuple):
 
 @dataclass(frozen=True)
 class MappedSource:
-    """A block of a requested array, and the stored array that it comes from.
+    """A block of a requested array, and the stored array that is its source.
 
     Arguments:
         entry: the stored array.
@@ -77,7 +77,7 @@ class MappedSource:
         return self.is_exact and self.source == self.out == whole
 
     def within(self, box: Box) -> Needed | None:
-        """What a box of the requested array needs; None if nothing."""
+        """The stored elements that a box of the requested array needs; None if it needs none."""
         from unickpt.arrays.index_map import pull
 
         ranges = pull(self.out, box.start, box.stop, tuple((0, n) for n in self.extents))
@@ -105,7 +105,7 @@ class MappedSource:
 
 
 class _Pulled:
-    """What a box needs from a source."""
+    """The elements that a box needs from a source."""
 
     def __init__(self, source: MappedSource, box: Box, ranges: Sequence[AxisRanges]) -> None:
         self._source, self._box, self._ranges = source, box, ranges
@@ -160,7 +160,7 @@ ElementSource = MappedSource | Unchanged
 Needed = _Pulled | _StoredBox
 """What a box of a requested array needs from a stored one: boxes that contain it, and the copies.
 
-Equal ones need the same of arrays of the same shape.
+Equal values mean equal needs for arrays of the same shape.
 """
 
 

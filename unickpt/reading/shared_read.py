@@ -1,7 +1,7 @@
-"""Reading by several processes together: of the chunks that they need, each is read by one.
+"""Shared reading: of the chunks that several processes need, one process reads each.
 
-All processes compute the same rounds from what each of them needs: who reads which chunk, and when
-the others get it. How they get it is a `Transport`: messages between the processes of a job
+All processes compute the same rounds from the needs of each: which process reads which chunk, and
+when the others get it. A `Transport` delivers it: messages between the processes of a job
 (`collective_read`), or memory that all processes of a node see (`node_read`). (ByteCheckpoint,
 https://arxiv.org/abs/2407.20143, section 4, eliminates repeated reads among replicas in this way.)
 """
@@ -25,11 +25,11 @@ from unickpt.reading.read_plan import ChunkRead, Consumer, by_chunk
 from unickpt.reading.recipes import Unchanged
 
 Wants = dict[str, list[Box]]
-"""Boxes of stored arrays, by name; as JSON what processes tell each other."""
+"""Boxes of stored arrays, by name; processes exchange them as JSON."""
 
 
 def wants_of(jobs: Iterable[Job]) -> Wants:
-    """What this process needs."""
+    """The boxes that this process needs."""
     wants: dict[str, dict[Box, None]] = {}
     for job in jobs:
         for slot in slots_of(job):
@@ -93,9 +93,9 @@ def schedule(
 
     Arguments:
         entries: the stored arrays.
-        wants: what each process needs.
+        wants: the boxes that each process needs.
         held_for: the bytes of memory that processes need for a chunk until the end of its round.
-        most_bytes: that a process has for a round, unless a single chunk needs more.
+        most_bytes: the memory of a process for a round, unless a single chunk needs more.
     """
     read, round_bytes = [0] * len(wants), [0] * len(wants)
     rounds: list[list[SharedChunk]] = [[]]
@@ -120,22 +120,22 @@ def schedule(
 
 
 class Exchange(Protocol):
-    """What processes give each other in a round."""
+    """The exchange of one round between processes."""
 
     def to_fill(self, chunk: SharedChunk) -> Sequence[tuple[Box, Array]]:
         """Memory for boxes of a chunk that this process reads for others."""
 
     def is_received(self, chunk: SharedChunk) -> bool:
-        """Whether what this process needs of a chunk comes from `received`, not from its read."""
+        """Whether this process takes a chunk from `received`, not from its own read."""
 
     def exchange(self, error: Exception | None) -> None:
-        """Gives the others what this process has read; called by all.
+        """Gives the others the chunks that this process has read; called by all.
 
         Arguments:
-            error: why this process can't.
+            error: why this process cannot.
 
         Raises:
-            Exception: a process can't go on.
+            Exception: a process cannot continue.
         """
 
     def received(self, chunk: SharedChunk) -> Sequence[tuple[Box, Array]]:
@@ -143,12 +143,12 @@ class Exchange(Protocol):
 
 
 class Transport(Protocol):
-    """How processes give each other what they read."""
+    """Delivers the chunks that processes read to each other."""
 
     index: int
 
     def begin(self, number: int, chunks: Sequence[SharedChunk]) -> Exchange:
-        """Begins a round. There are at most two at a time: the one before may not have ended."""
+        """Begins a round. At most two run at a time: the previous one may not have ended."""
 
     def end(self, error: Exception | None) -> None:
         """Called by all after the last round. As `Exchange.exchange`."""
@@ -156,7 +156,7 @@ class Transport(Protocol):
 
 @dataclass
 class _Round:
-    """A round under way."""
+    """A round in progress."""
 
     chunks: Sequence[SharedChunk]
     exchange: Exchange
@@ -165,7 +165,7 @@ class _Round:
 
 @dataclass
 class _Filling:
-    """A job under way, which is filled with chunks in any order.
+    """A job in progress, which is filled with chunks in any order.
 
     Arguments:
         job: the job.
@@ -185,12 +185,12 @@ class _Filling:
 class SharedRead:
     """One load by several processes.
 
-    A round's chunks are read while those of the round before are exchanged and placed. A process
-    that fails keeps taking part until the transport says so: no other process waits for it in vain.
+    A round's chunks are read while those of the previous round are exchanged and placed. A process
+    that fails keeps taking part until the transport stops it: no other process waits in vain.
 
     Arguments:
         stored: the checkpoint.
-        jobs: what this process reads; no two of them read the same stored array.
+        jobs: the jobs of this process; no two of them read the same stored array.
         options: see `LoadOptions`.
         filled: counts the bytes of destinations.
     """
@@ -204,10 +204,10 @@ class SharedRead:
         self._error: Exception | None = None
 
     def read(self, rounds: Rounds, transport: Transport, done: dict[str, Any]) -> None:
-        """Reads, and adds what is complete to `done`.
+        """Reads, and adds complete leaves to `done`.
 
         Raises:
-            Exception: as the transport does, if a process fails.
+            Exception: as raised by the transport, if a process fails.
         """
         self._me, self._done = transport.index, done
         for chunk in (chunk for chunks in rounds for chunk in chunks):
@@ -255,7 +255,7 @@ class SharedRead:
         self._try(self._place, begun)
 
     def _place(self, begun: _Round) -> None:
-        """Takes what this process needs of the chunks of a round."""
+        """Takes the boxes that this process needs from the chunks of a round."""
 
         def place(part: tuple[Box, Array, Sequence[Consumer]]) -> None:
             box, data, consumers = part
@@ -288,7 +288,8 @@ class SharedRead:
         return filling.consumers[chunk.key]
 
     def _open(self, filling: _Filling) -> dict[str, list[Array]]:
-        """The memory of a job's targets; first allocates it, and fills in what needs no chunk."""
+        """The memory of a job's targets; allocates it on first use, and fills in elements that need
+        no chunk."""
         if filling.buffers is None:
             filling.buffers, by_array = prepare(self._stored, filling.job, self._verify)
             for name, (entry, consumers) in by_array.items():
@@ -313,7 +314,7 @@ class SharedRead:
 
 
 def _copying(chunk: SharedChunk, box: Box, memory: Array) -> Consumer:
-    """What fills memory with a box of a chunk."""
+    """A function that fills memory with a box of a chunk."""
     source = Unchanged(chunk.entry)
     needed = source.within(box)
     assert needed is not None, "nobody needs an empty box"

@@ -139,7 +139,7 @@ class StoredArray:
         return f"StoredArray({quoted(self.name)}, {self._entry.dtype_and_shape}{layout})"
 
     def _repr_html_(self) -> str:
-        """What is stored, with a map of the fragments, for notebooks; reads nothing."""
+        """The stored facts, with a map of the fragments, for notebooks; reads nothing."""
         from unickpt.display import html, tree_table  # here, so that importing unickpt stays fast
 
         entry = self._entry

@@ -1,4 +1,4 @@
-"""A part of a checkpoint, as a checkpoint of its own: the leaves whose names share a beginning."""
+"""A part of a checkpoint, as a checkpoint of its own: the leaves whose names share a prefix."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from unickpt.trees import tree, tree_json
 
 T = TypeVar("T")
 _MOST_COMPARED = 200  # characters; longer names, which may be hostile, are not compared
-# What holds for a part as for the whole: attributes and methods of a reader.
+# Attributes and methods of a reader that hold for a part as for the whole.
 _OF_THE_WHOLE = (
     *("lacks", "most_per_byte", "beside", "has_wide_checksums", "timing", "stored_bytes"),
     *("check_unchanged", "check_structure", "check_rest"),
@@ -110,12 +110,12 @@ def _is_in(name: str, under: str) -> bool:
 
 
 def _inner(values_by_name: Mapping[str, T], under: str) -> dict[str, T]:
-    """What is known by name of the leaves in a part, by their new names."""
+    """The facts by name for the leaves in a part, by their new names."""
     return {name[len(under) :]: x for name, x in values_by_name.items() if _is_in(name, under)}
 
 
 def _part_of(index: Index, under: str) -> tuple[Index, dict[str, ArrayEntry]]:
-    """The index of a part, and by the names in it the stored arrays.
+    """The index of a part, and the stored arrays by the names in it.
 
     Raises:
         BadTree: the tree of the index is invalid.
@@ -150,8 +150,8 @@ def _structure(whole: Any, under: str, names: Iterable[str]) -> Any:
 
 
 def _metadata(metadata: Mapping[str, Any], under: str) -> Mapping[str, Any]:
-    """With the names of a part in the record of a conversion, without what is only said of
-    the tree as a whole."""
+    """Metadata whose record of a conversion has the names of a part, without facts about the tree
+    as a whole."""
     metadata = {key: content for key, content in metadata.items() if key not in OF_THE_WHOLE}
     library_metadata = metadata.get(RESERVED)
     if not isinstance(library_metadata, dict):

@@ -89,7 +89,7 @@ def put(data: Array, out: Array, what: str) -> None:
     Arguments:
         data: the elements.
         out: the array.
-        what: names the array and its stored dtype, for messages.
+        what: the array and its stored dtype, for messages.
 
     Raises:
         LoadMismatch: the dtype of `out` does not hold all values.

@@ -49,25 +49,25 @@ class Checkpointer:
     several processes, all create a Checkpointer with the same arguments and call `save`, `load` and
     `should_save` together; only process 0 deletes and copies.
 
-    One job at a time may save into `root`. On object storage, after a job that did not close its
+    One job at a time may save into `root`. On object storage, if the last job did not close its
     Checkpointer, the next job waits for 40 s before its first save, to see whether the other still
     runs.
 
     Arguments:
         root: a local path or a URL (file, memory, s3, gs).
         keep_last: keep this many of the newest steps.
-        keep: what else to keep, see `Retention`. A step is kept if any rule keeps it; without
-            rules, all are. The newest step and the step that was just saved are never removed.
+        keep: which other steps to keep, see `Retention`. A step is kept if any rule keeps it;
+            without rules, all are. The newest and the just saved step are never removed.
         after: continue after this step and abandon later steps of earlier jobs; the first `save`
             removes them (docs/howto/steps.md).
         save_every: `should_save` returns true at steps that are multiples of this; or a
             `SaveEvery`, which also goes by time, and handles preemption.
         local: a path on fast storage that all processes share: steps are committed there first, and
             copied to `root` in the background (docs/howto/steps.md).
-        roles: the roots of all parts of a job that save for themselves, `root` included; a step
-            counts only once all have it (docs/howto/processes.md).
-        reuse: do not write chunks again that the step before has: True or "digest", "compare" or
-            "patch" (docs/reuse.md).
+        roles: the roots of all parts of a job that save separately, `root` included; a step counts
+            only once all have it (docs/howto/processes.md).
+        reuse: reuse the chunks of the previous step that did not change: True or "digest",
+            "compare" or "patch" (docs/reuse.md).
         experts: save only some experts of a mixture of experts at a time, see `Experts`.
         optimizers: torch optimizers whose parameters and state may be copied during forward and
             backward: their next `step` waits for the copy; nothing else may change them before
@@ -154,8 +154,8 @@ class Checkpointer:
     # --- saving --------------------------------------------------------------------------------
 
     def should_save(self, step: int) -> bool:
-        """Whether to save now, by `save_every`, or because the job must stop; never without these.
-        All processes get the same answer; if it goes by time or preemption they communicate, so
+        """Whether to save now: by `save_every`, or because the job must stop; else False.
+        All processes get the same answer. They communicate if it depends on time or preemption, so
         all must call this at the same steps.
 
         Raises:
@@ -198,11 +198,11 @@ class Checkpointer:
                 process 0's are used. With `experts`, "tokens/<layer>/<number>" is one of `tokens`.
             tokens: with `experts`, how many tokens each expert has seen since the start of the run:
                 by layer, counts by the expert's number, or those of all experts in order. The layer
-                is what stands in the names of arrays before the expert's number, or the name of a
+                is the part of the arrays' names before the expert's number, or the name of a
                 stacked array, or a key of `Experts`. Process 0's are used.
-            changed: with `reuse`, what changed since the last call: see `SaveOptions.changed`,
-                which says it of what this does not name. Process by process, of the arrays that
-                each has.
+            changed: with `reuse`, the arrays that changed since the last call; overrides
+                `SaveOptions.changed` for the arrays that it names. Each process states it for the
+                arrays that it has.
             metadata: as for `unickpt.save`.
             overwrite: replace the step if it exists.
 
@@ -378,8 +378,8 @@ class Checkpointer:
     # --- finding and loading -------------------------------------------------------------------
 
     def steps(self) -> list[int]:
-        """The committed steps of both tiers, ascending; without those that `after` abandons, or
-        that one of `roles` lacks.
+        """The committed steps of both tiers, ascending, except those that `after` abandons or that
+        one of `roles` lacks.
 
         Raises:
             StorageError: the storage failed.

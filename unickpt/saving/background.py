@@ -50,7 +50,7 @@ unraised: list[Failure] = []
 
 
 def _exit_if_unraised() -> None:
-    """Ends the program with status 1, if an error was never raised.
+    """Ends the program with status 1 if an error was never raised.
 
     Python offers no other way to change the exit status this late. Handlers that were registered
     before this module was imported are not called.
@@ -88,7 +88,7 @@ _log = logging.getLogger("unickpt")
 
 
 class BackgroundErrors:
-    """The errors in the background of one queue that were not raised yet."""
+    """The background errors of one queue that were not raised yet."""
 
     def __init__(self) -> None:
         self._failures: list[Failure] = []
@@ -106,7 +106,7 @@ class BackgroundErrors:
         return failure
 
     def raise_first(self) -> None:
-        """Raises the first error that was not raised before, if any."""
+        """Raises the first error that was not raised yet, if any."""
         if self._failures:
             self.raise_these(self._failures)
 
@@ -118,7 +118,7 @@ class BackgroundErrors:
             self.raise_first()
 
     def raise_these(self, failures: Sequence[Failure]) -> NoReturn:
-        """Raises the first error, which names the others; forgets all of them."""
+        """Raises the first error, which names the others; drops all of them."""
         first, *remaining_failures = failures
         for failure in list(failures):
             self.forget(failure)
@@ -132,7 +132,7 @@ class BackgroundErrors:
         raise first.error
 
     def forget(self, failure: Failure | None) -> None:
-        """Does not raise an error any more: its caller has it."""
+        """Drops an error, because its caller has it."""
         for failures in (self._failures, unraised):
             if failure in failures:
                 failures.remove(failure)
@@ -245,8 +245,8 @@ class PendingSave:
         return SaveEvent.ENDED in self._events if _calling_metrics.active else self._finished.done()
 
     def add_done_callback(self, function: Callable[[], object]) -> None:
-        """Calls a function when the save has ended, with a checkpoint or with an error; on the
-        thread that saves, or at once if it has ended already.
+        """Calls a function when the save has ended, with a checkpoint or with an error. Runs on the
+        saving thread, or at once if the save has already ended.
 
         Arguments:
             function: an error that it raises is logged, and does not affect the save.
@@ -264,8 +264,8 @@ class PendingSave:
     def _wait_over(self, timeout: float | None = None) -> bool:
         """Waits until this save is over.
 
-        A `SaveOptions.metrics` function waits only for saves to end, never for such a function to
-        return: that could be itself, or one that waits for it.
+        A `SaveOptions.metrics` function waits only for saves to end, never for a metrics function
+        to return: it could be waiting for itself, or for one that waits for it.
         """
         if _calling_metrics.active:
             return self._events.wait(SaveEvent.ENDED, timeout)
@@ -287,7 +287,7 @@ class PendingSave:
     def _stage(self, waits: bool) -> None:
         """Stages what must be staged while the caller waits; starts the rest in the background."""
         timings, snapshot = self._task.timings, self._snapshot
-        let_go = SaveEvent.RETURNED, SaveEvent.WRITABLE  # earlier it would slow the caller down
+        let_go = SaveEvent.RETURNED, SaveEvent.WRITABLE  # sooner, it would slow the caller down
         try:
             with snapshot.failing():
                 snapshot.prepare()
@@ -384,11 +384,11 @@ class SaveRequest:
     Arguments:
         path, tree, options, overwrite: as for `save_async`; or the location of a path.
         metadata: returns the metadata; an error fails the save.
-        owners: what the optimizers own whose steps wait for staging.
+        owners: the memory of the optimizers whose steps wait for staging.
         callbacks, find_base: of this save; see `SaveTask`.
         waits: whether the caller waits for the commit, and so is blocked until then.
         is_delayed: whether `callbacks.prepare` waits until another party has made the destination,
-            which also bounds how many saves are in flight.
+            which also limits the number of saves in flight.
     """
 
     path: paths.PathLike | Location
@@ -412,14 +412,14 @@ class SaveQueue:
         """Held while a save begins; `SaveOptions.metrics` may save on another thread."""
         self._area, self._plans = HostMemoryPool(), PlanCache(_MOST)
         self._pending: list[PendingSave] = []
-        self._is_forgotten = False  # the state is no longer that of the last call
+        self._is_forgotten = False  # if True, the state may differ from that of the last call
         self.errors = BackgroundErrors()
 
     def save(self, request: SaveRequest) -> PendingSave:
         """Starts a save, as `save_async`.
 
         Raises:
-            Exception: also the error of an earlier save, if it was not raised before.
+            Exception: also the error of an earlier save, if it was not raised yet.
         """
         self.check_process(f"{request.path}: ")
         with self.beginning, self.following(), ExitStack() as undo:
@@ -438,7 +438,7 @@ class SaveQueue:
             self.errors.raise_unless_refused()
         with collection_paused():
             described_tree = self._describe(task, request)
-        # Early, if that costs the caller no time; and again when it is this save's turn.
+        # Early, if that costs the caller no time; and once more when it is this save's turn.
         is_known = not request.is_delayed and not task.location.is_remote
         if is_known and task.location.exists():
             with task.failing():
@@ -458,7 +458,7 @@ class SaveQueue:
             request.callbacks.begin()
             described_tree = self._plans.describe(task, request.tree, request.metadata())
             if task.options.skips:
-                from unickpt.saving import skipping  # only where it is asked for
+                from unickpt.saving import skipping  # only where it is requested
 
                 before = self._known_of_base(task.options.base, request.find_base())
                 task.known = skipping.skip(task, described_tree, before)
@@ -467,12 +467,12 @@ class SaveQueue:
     def _known_of_base(
         self, requested: paths.PathLike | None, newest: paths.PathLike | None
     ) -> Any:
-        """What is known of the last save, if it is the base: what may be skipped is what did not
-        change since the last call.
+        """The facts about the last save, if it is the base: arrays that did not change since the
+        last call may be skipped.
 
         Arguments:
             requested: `SaveOptions.base`.
-            newest: the base that was found, as far as the saves have ended.
+            newest: the newest base among the saves that have ended.
         """
         last = self._pending[-1] if self._pending and not self._is_forgotten else None
         if last is None or last._failure is not None:
@@ -480,12 +480,12 @@ class SaveQueue:
         base = newest if requested is None else requested
         if base is not None and paths.resolve(base).url == last.url:
             return last._known
-        # It will be the newest, if a save that is in flight may be one.
+        # A save in flight will be the newest base, if it may be one.
         return last._known if requested is None and base is not None and not last.done() else None
 
     @contextmanager
     def following(self) -> Iterator[None]:
-        """An error here raises in a call that saves: nothing is known of what it was about."""
+        """An error here is raised in the saving call; the next save skips nothing."""
         try:
             yield
         except BaseException:
@@ -493,7 +493,7 @@ class SaveQueue:
             raise
 
     def forget(self) -> None:
-        """The next save skips nothing: the state may be another one than that of the last call."""
+        """The next save skips nothing: the state may differ from that of the last call."""
         self._is_forgotten = True
 
     def fence(self) -> None:
@@ -523,7 +523,7 @@ class SaveQueue:
         """Refuses to work in a forked process, where no thread of the parent exists.
 
         Arguments:
-            what: begins the message.
+            what: the beginning of the message.
 
         Raises:
             ForkedProcess: this is one.

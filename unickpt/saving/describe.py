@@ -41,8 +41,8 @@ class Description:
         blobs: its per-process values by name, encoded.
         units: the arrays with units that may be left out of a save (`write_filter`).
         selection: which units are written, if some may be left out.
-        skipped: what is neither staged nor read, as the base has it.
-        encoders: what encodes the chunks of arrays in place of a codec of Zarr's.
+        skipped: the parts that are neither staged nor read, because the base has them.
+        encoders: the encoders of arrays' chunks, in place of a codec of Zarr's.
     """
 
     index: Index
@@ -60,34 +60,34 @@ class Description:
 
     @cached_property
     def digest(self) -> int:
-        """xxh3-64 of `encoded`: equal where processes describe the same; 0 of a process alone."""
+        """xxh3-64 of `encoded`: equal where processes describe the same; 0 for a single process."""
         if self.index.processes == 1:
             return 0
         return xxhash.xxh3_64_intdigest(self.encoded)
 
     @property
     def is_whole(self) -> bool:
-        """Whether nothing is left to the base."""
+        """Whether nothing is taken from the base."""
         return self.selection is None and self.skipped is None
 
     def borrows(self, name: str, box: Box) -> bool:
-        """Whether a box of an array is not saved, but taken from the step before."""
+        """Whether a box of an array is not saved, but taken from the previous step."""
         if self.skipped is not None and self.skipped.skips(name, box):
             return True
         return self.leaves_out(name, box)
 
     def leaves_out(self, name: str, box: Box) -> bool:
-        """Whether this save leaves a box of an array out, whatever this process knows of it."""
+        """Whether this save leaves out a box of an array, even one of another process."""
         return self.selection is not None and self.selection.borrows(name, box)
 
     def has(self, name: str, source: ArraySource) -> bool:
-        """Whether this save does not leave all out that this process holds of an array."""
+        """Whether this save writes any part of an array that this process holds."""
         if self.selection is None or name not in self.units:
             return True
         return not all(self.selection.borrows(name, f.box) for f in source.fragments)
 
     def writes(self, unit: Unit | None) -> bool:
-        """Whether this save does not leave a unit out, or what is of none."""
+        """Whether this save writes a unit; True for arrays without units."""
         selection = self.selection
         return unit is None or selection is None or selection.writes(unit)
 
@@ -110,7 +110,7 @@ class Description:
 
 
 class _Leaves:
-    """What is found out about the leaves of a tree; arguments as of `describe`."""
+    """Collects the facts about the leaves of a tree; arguments as for `describe`."""
 
     def __init__(
         self,
@@ -130,7 +130,7 @@ class _Leaves:
         self.units: dict[str, ArrayUnits] = {}
         self.encoders: dict[str, codecs.Codec] = {}
         self.bad: list[str] = []
-        """Why some cannot be stored."""
+        """Why some leaves cannot be stored."""
 
     def add(self, name: str, value: Any) -> None:
         """Describes a leaf."""
@@ -172,7 +172,7 @@ def describe(
     among: Sequence[Adapter],
     features: SaveFeatures,
 ) -> Description:
-    """Describes every leaf of a tree, flattened already or not, without side effects.
+    """Describes every leaf of a tree, which may be flattened already, without side effects.
 
     Arguments:
         root: the tree.
@@ -246,7 +246,7 @@ def _source(value: Any, group: Group, among: Sequence[Adapter]) -> ArraySource:
 
 
 def _check_chunk(entry: ArrayEntry) -> None:
-    """Checks that readers accept a chunk whose size only the index says."""
+    """Checks that readers accept a chunk whose size only the index states."""
     nbytes, most = math.prod(entry.chunk) * entry.itemsize, chunk_store.COMPRESSED_MOST
     if not entry.encoding or nbytes <= most:
         return
@@ -314,7 +314,7 @@ def checked_metadata(metadata: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 def _is_json(value: Any) -> bool:
-    """Whether JSON holds a value as it is."""
+    """Whether JSON can hold a value unchanged."""
     try:
         text = json.dumps(value, allow_nan=False, ensure_ascii=False)
         text.encode()  # surrogates are not Unicode text
@@ -324,12 +324,12 @@ def _is_json(value: Any) -> bool:
 
 
 def _json_fault(value: Any, where: str, within: tuple[object, ...]) -> str:
-    """Where a value that JSON does not hold has its first fault, and what to store instead.
+    """The place of the first fault in a value that JSON cannot hold, and what to store instead.
 
     Arguments:
         value: anything that is not JSON.
         where: its place, as Python code.
-        within: the containers around it.
+        within: the enclosing containers.
     """
     if any(outer is value for outer in within) or len(within) > tree.MAX_DEPTH:
         return f"{where} cannot be stored in JSON: it contains itself, or is nested too deeply"
@@ -351,7 +351,7 @@ def _json_fault(value: Any, where: str, within: tuple[object, ...]) -> str:
 
 
 def _advice(value: Any) -> str:
-    """What to store instead of a value that JSON does not hold and that is no list or dict."""
+    """What to store instead of a value that JSON cannot hold and that is no list or dict."""
     if isinstance(value, str):
         return ", which is not valid Unicode text"
     if isinstance(value, tuple):

@@ -27,7 +27,7 @@ _SAMPLES = 512
 def keep_sample(source: ArraySource) -> Callable[[], int]:
     """Keeps some elements of an assumed replica as they are now.
 
-    They are spread over the whole array; of a small one all are kept. Does not wait for a device.
+    They are spread over the whole array; a small array is kept whole. Does not wait for a device.
 
     Returns:
         A function that returns their fingerprint, which is equal for equal arrays.
@@ -49,7 +49,7 @@ def sample_indices(shape: tuple[int, ...], itemsize: int) -> tuple[Array, ...]:
     step = 1
     if count * itemsize > _WHOLE_BYTES:
         step = max(1, count // _SAMPLES)
-        while gcd(step, shape[-1]) > 1:  # otherwise all lie in few columns
+        while gcd(step, shape[-1]) > 1:  # else all lie in few columns
             step += 1
     return np.unravel_index(np.arange(0, count, step), shape or (1,))
 

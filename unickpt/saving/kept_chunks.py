@@ -1,4 +1,4 @@
-"""What one save keeps of the state, chunk by chunk: copies, and places that do not change."""
+"""The chunks that one save keeps: copies, or references to memory that does not change."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class KeptChunks:
     Arguments:
         area: memory for copies.
         memory: this save's share of it.
-        changes: what must not change before it is copied.
-        direct: reads chunks where they are.
+        changes: the chunks that must not change before they are copied.
+        direct: reads chunks in place.
         events: of the save.
     """
 
@@ -44,24 +44,24 @@ class KeptChunks:
         self._copies: dict[ChunkKey, StagedChunk] = {}
         self._references: dict[ChunkKey, WriteItem] = {}
         self.error: BaseException | None = None
-        """Why not all can be kept."""
+        """The error because of which not all can be kept."""
 
     @property
     def staged(self) -> Staged:
         return self._memory.facts
 
     def refer(self, items: Sequence[WriteItem]) -> None:
-        """These chunks are read where they are; nothing changes them before the save has ended."""
+        """Has these chunks read in place; nothing changes them before the save has ended."""
         with self._changed:
             self._references |= {key(item): item for item in items}
             self._changed.notify_all()
 
     def refers(self, item: WriteItem) -> bool:
-        """Whether a chunk is one of those."""
+        """Whether a chunk is read in place."""
         return key(item) in self._references
 
     def fail(self, error: BaseException) -> None:
-        """An error fails the save, and wakes threads that wait for chunks."""
+        """Fails the save with an error, and wakes threads that wait for chunks."""
         with self._changed:
             self.error = self.error or error
             self._changed.notify_all()
@@ -72,13 +72,13 @@ class KeptChunks:
             raise self.error
 
     def clear(self) -> None:
-        """Releases the copies, and refers to nothing."""
+        """Releases the copies, and drops all references."""
         for chunk_key in list(self._copies):
             self._release(chunk_key)
         self._references = {}
 
     def copy(self, item: WriteItem, _: None) -> None:
-        """Copies a chunk, for which memory is reserved."""
+        """Copies a chunk into reserved memory."""
         copied = self._copied(item)
         with self._changed:
             self._copies[key(item)] = copied
@@ -86,7 +86,7 @@ class KeptChunks:
         self._memory.count(copied=item.nbytes)
 
     def _copied(self, item: WriteItem) -> StagedChunk:
-        """A copy in memory, which is reserved."""
+        """A copy in reserved memory."""
         memory, buffers = item.fragment.memory, list[Array]()
 
         def take(nbytes: int) -> Array:
@@ -131,7 +131,7 @@ class KeptChunks:
             staged.release()
 
     def _find(self, item: WriteItem) -> StagedChunk | WriteItem:
-        """Waits until a chunk is kept: in a copy, or where this item reads it."""
+        """Waits until a chunk is kept: as a copy, or where this item reads it."""
         chunk_key = key(item)
         with self._changed:
             self._changed.wait_for(

@@ -1,10 +1,10 @@
-"""What a save described and planned, for the next one of the same tree.
+"""Caches the description and plan of a save for the next save of the same tree.
 
-A training loop saves the same tree again and again: the same names, shapes, dtypes and layouts,
-with other data. Then only the data are read. Small arrays are copied all at once, into memory that
-is reused for that. Immutable arrays are referred to, without a description of each. A save for
-which the caller waits copies nothing, and refers to all arrays in the memory of the host. Of units
-that take turns, only those whose turn it is are read.
+A training loop saves the same tree repeatedly: the same names, shapes, dtypes and layouts with
+other data. Then only the data are read. Small arrays are copied in bulk, into reused memory.
+Immutable arrays are referenced, without a description of each. A save that the caller waits for
+copies nothing and references all arrays in host memory. If units take turns, only the units whose
+turn it is are read.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ _PRIVATE = Memory(mutable=False)
 
 @dataclass(eq=False)
 class _Together:
-    """Small or immutable arrays of one framework, in the memory of the host: kept all at once.
+    """Small or immutable arrays of one framework, in host memory: kept in bulk.
 
     Arguments:
         adapter: of the framework.
-        copied: whether they are copied; else they are referred to.
+        copied: whether they are copied; else they are referenced.
         unit: of all of them; None if they have none.
         numbers: their numbers among the leaves.
-        names: of them.
+        names: their names.
         sources: the arrays as they are kept.
         reads: read their copies.
         copy: copies them; None until there is room for the copies.
@@ -139,7 +139,7 @@ _planned_by = attrgetter(*(o.name for o in fields(SaveOptions) if o.name not in 
 
 
 def _of(group: Group) -> tuple[int, int, Members | None]:
-    """What of a group the descriptions of arrays depend on."""
+    """The parts of a group on which descriptions of arrays depend."""
     return group.index, group.count, members_of(group)
 
 
@@ -159,21 +159,21 @@ def _no_longer(box: Box, make_buffer: Callable[[], Array]) -> Array:
 
 @dataclass(eq=False)
 class CachedPlan:
-    """What is known of a tree from a save of it. Only one save at a time uses it.
+    """The cached facts of a tree from a save of it. Only one save at a time uses them.
 
     Arguments:
-        cache: where it is kept.
-        options: those of that save on which a plan depends.
-        among, group, units: of that save, on which a plan depends, too; the last are those that
-            a save may leave out.
+        cache: the cache that holds it.
+        options: the options of that save on which a plan depends.
+        among, group, units: of that save; a plan depends on them, too. `units` are those that a
+            save may leave out.
         skeleton: of the tree.
         types: of its leaves.
         names: of its values and values per process, by their numbers among the leaves.
         arrays: the numbers and names of its arrays.
         facts: of these.
         description: of the save, with the arrays as they are kept.
-        together: arrays that are kept all at once.
-        singles: arrays that are described again, one by one.
+        together: arrays that are kept in bulk.
+        singles: arrays that each save describes one by one.
         plan: of the chunks; None until it is made.
     """
 
@@ -204,23 +204,23 @@ class CachedPlan:
         """The assumed replicas: their numbers, names, and how they are kept."""
 
     def recognise(self, values: Sequence[Any]) -> bool:
-        """Whether these leaves are described as those were."""
+        """Whether these leaves have the same descriptions."""
         if list(map(type, values)) != self.types:
             return False
         try:
             return all(ArrayFacts.gather(f.adapter, f.numbers, values) == f for f in self.facts)
-        except Exception:  # an array was deleted, say: it is for `describe` to say so
+        except Exception:  # such as a deleted array, which `describe` reports
             return False
 
     def planned(self, job: SaveTask) -> WritePlan:
-        """The plan of a save of the tree; not to be kept if it is of what did not change, too."""
+        """The plan of a save of the tree; not cached if it skips unchanged arrays."""
         plan = job.plan(self.plan if job.description.skipped is None else None)
         self.plan = plan if job.description.skipped is None else self.plan
         return plan
 
     def give_back(self) -> None:
-        """For the next save, when the one has ended that used it; refers to no memory of the
-        program, so that that can be freed before."""
+        """Returns it for the next save after the save that used it has ended; drops references to
+        the program's memory, so that it can be freed before."""
         for group in self.together:
             group.let_go()
         _forget([single.kept_source for single in self.singles])
@@ -233,8 +233,8 @@ def _is_copied(
     staging: str,
     methods: Mapping[Fragment, SnapshotMethod] | None,
 ) -> bool | None:
-    """Whether an array is copied with others; False if it is referred to with others; None if it
-    is described again."""
+    """True if an array is copied in bulk, False if it is referenced in bulk, None if each save
+    describes it."""
     memory = source.fragments[0].memory
     plain = not memory.on_device and source.prng is None and source.dtype != np.bool_
     if methods is None:
@@ -248,7 +248,7 @@ def _is_copied(
 
 
 def _may_share(sources: Iterable[ArraySource]) -> bool:
-    """Whether arrays that are not copied could be in memory to which the program writes."""
+    """Whether arrays that are not copied could lie in memory that the program writes to."""
     memories = [f.memory for s in sources for f in s.fragments if f.memory.spans is not None]
     return len({memory.mutable for memory in memories}) == 2
 
@@ -256,17 +256,17 @@ def _may_share(sources: Iterable[ArraySource]) -> bool:
 class DescribedTree:
     """The tree of a save, once it is described; `PlanCache.describe` makes it.
 
-    First `arrays` and `current` may be called, then `keep` or `refer`, then `plan`. `give_back` is
-    last, if the save has succeeded.
+    Call order: optionally `arrays` and `current`, then `keep` or `refer`, then `plan`, and
+    `give_back` last, if the save has succeeded.
 
     Arguments:
         job: the save.
         root: the tree, flattened.
-        cache: where its plan is kept for the next save of the same tree.
+        cache: keeps its plan for the next save of the same tree.
     """
 
     cached: CachedPlan | None = None
-    """What is known of the tree; None if nothing is."""
+    """The cached facts of the tree; None if there are none."""
 
     def __init__(self, job: SaveTask, root: tree.Node | tree.Leaf, cache: PlanCache) -> None:
         self._job, self._root, self._cache = job, root, cache
@@ -281,7 +281,7 @@ class DescribedTree:
         return {leaf.name: leaf.value for leaf in tree.leaves(self._root)}
 
     def current(self, names: Collection[str]) -> Mapping[str, ArraySource]:
-        """Arrays as they are now, by their names; none that this save leaves out."""
+        """The arrays as they are now, by name, except those that this save leaves out."""
         return {name: self._job.description.sources[name] for name in names}
 
     def keep(self, policy: SnapshotPolicy) -> Mapping[str, ArraySource]:
@@ -295,7 +295,7 @@ class DescribedTree:
         return sources
 
     def refer(self) -> None:
-        """Refers to the arrays where they are now: they do not change before the save has ended."""
+        """References the arrays in place: they do not change before the save has ended."""
         sources = self._job.description.sources
         if self._cache.is_repeated(sources):
             self._learn(sources, None)
@@ -305,7 +305,7 @@ class DescribedTree:
         return self._job.plan() if self.cached is None else self.cached.planned(self._job)
 
     def give_back(self) -> None:
-        """Keeps what is known of the tree for the next save."""
+        """Caches the facts of the tree for the next save."""
         if self.cached is not None:
             self.cached.give_back()
 
@@ -323,7 +323,7 @@ class SameTree(DescribedTree):
 
     Arguments:
         job: the save.
-        plan: what is known.
+        plan: the cached facts.
         values: the leaves.
     """
 
@@ -332,7 +332,7 @@ class SameTree(DescribedTree):
     def __init__(self, job: SaveTask, plan: CachedPlan, values: Sequence[Any]) -> None:
         self._job, self.cached, self._values = job, plan, values
         self._singles, self._together = list[_SingleArray](), list[_Together]()
-        """What this save does not leave out."""
+        """The parts that this save writes."""
         self._sources = list[ArraySource]()
         """The arrays of `_singles`."""
 
@@ -427,13 +427,13 @@ class SameTree(DescribedTree):
     def _fill(
         self, keep: Callable[[str, ArraySource], ArraySource]
     ) -> Sequence[tuple[Fragment, Fragment]]:
-        """Lets the known fragments of arrays that are described again read them as they are now.
+        """Lets the cached fragments of arrays that this save describes read the current arrays.
 
         Arguments:
             keep: how such an array is kept, by its name.
 
         Returns:
-            The fragments of these, each with that of the array as it is kept.
+            The fragments of these arrays, each with the fragment of the kept array.
         """
         pairs = []
         for single, source in zip(self._singles, self._sources, strict=True):
@@ -486,7 +486,7 @@ class PlanCache:
         return is_known
 
     def find(self, root: Any, job: SaveTask) -> SameTree | tree.Node | tree.Leaf:
-        """Looks for the plan of a save's tree; who gets it gives it back.
+        """Takes the plan of a save's tree, if there is one; the caller gives it back.
 
         Returns:
             The tree, flattened, if there is none.
@@ -498,8 +498,8 @@ class PlanCache:
         seen = dict[tuple[str, int], tuple[Any, tree.Expansion | None]]()
 
         def expand_once(obj: Any, name: str) -> tree.Expansion | None:
-            # `state_dict` may take long, and may be called by all processes together. The object is
-            # kept with what it gave, so that no other one gets its id.
+            # `state_dict` may take long, and may need all processes to call it together. The object
+            # is kept with its result, so that no other object gets its id.
             if (name, id(obj)) not in seen:
                 seen[name, id(obj)] = obj, expand(obj, name, among)
             return seen[name, id(obj)][1]
@@ -531,7 +531,7 @@ class PlanCache:
         kept_sources: Mapping[str, ArraySource],
         methods: Mapping[Fragment, SnapshotMethod] | None,
     ) -> CachedPlan | None:
-        """What a save knows of its tree, for the next one; the save gives it back when it ends.
+        """The facts of a save's tree for the next save; the save gives them back when it ends.
 
         Arguments:
             root: the tree, flattened.
@@ -562,7 +562,7 @@ class PlanCache:
                 continue  # it is another name of an array, or has no elements
             source, units = described.sources[name], described.units.get(name)
             copied, unit = None, None if units is None else units.only
-            # What is left out now is not kept as it will be; nor is an array of several units.
+            # Excluded: parts that this save leaves out, and arrays of several units.
             is_left_out = any(described.borrows(name, f.box) for f in source.fragments)
             if (methods is None or not is_left_out) and (units is None or unit is not None):
                 copied = _is_copied(source, kept_sources[name], job.options.staging, methods)
@@ -579,7 +579,7 @@ class PlanCache:
             facts = [
                 ArrayFacts.gather(adapter, numbers, values) for adapter, numbers in arrays.values()
             ]
-        except Exception:  # of these arrays an adapter says nothing in advance
+        except Exception:  # the adapter says nothing in advance of such arrays
             return None
         return CachedPlan(
             cache=self,

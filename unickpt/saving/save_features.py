@@ -1,4 +1,4 @@
-"""What a save asks of its features: what to leave out, what to refer to, how to store arrays."""
+"""Queries a save's features: what to leave out, what to reference, how to store arrays."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class SaveFeatures:
-    """The features of one save; the core knows only their seams.
+    """The features of one save; the core knows only their interfaces.
 
     Arguments:
         options: of the save.
@@ -28,7 +28,7 @@ class SaveFeatures:
     """
 
     write_filter: WriteFilter | None = None
-    """What the save may leave out, after `choose`."""
+    """The units that the save leaves out, after `choose`."""
     units: Units | None = None
     """The units that it may leave out."""
 
@@ -43,10 +43,10 @@ class SaveFeatures:
         return [observer for feature in self.all if (observer := feature.observer()) is not None]
 
     def choose(self) -> None:
-        """Asks what the save may leave out, which may wait for earlier saves.
+        """Determines what the save may leave out; may wait for earlier saves.
 
         Raises:
-            UnsupportedLeaf: a feature cannot tell.
+            UnsupportedLeaf: a feature cannot determine it.
             ValueError: several features leave something out.
         """
         filters = [(feature.name, feature.write_filter(self._attempt)) for feature in self.all]
@@ -62,12 +62,12 @@ class SaveFeatures:
 
     @cached_property
     def encoder(self) -> SaveEncoder | None:
-        """What chooses by what is saved how arrays are stored, if that is asked for."""
+        """Chooses how arrays are stored from what is saved, if that is requested."""
         policy = self.encoding
         return None if policy is None else policy.begin(alone=self._group.count == 1)
 
     def open_base(self, save: WritingSave) -> tuple[ReferenceSource | None, Selection | None]:
-        """What the save refers to instead of writing it. As `ReferencePolicy.open`."""
+        """The chunks that the save references instead of writing. As `ReferencePolicy.open`."""
         return self._options.references.open(save)
 
     def notes(
@@ -87,17 +87,16 @@ class SaveFeatures:
         return notes
 
     def check(self, arrays: Iterable[str]) -> None:
-        """Asks the features, before the commit, whether they fit all arrays. As
-        `SaveFeature.check`."""
+        """Checks before the commit that the features fit all arrays. As `SaveFeature.check`."""
         for feature in self.all:
             feature.check(arrays)
 
     @property
     def policies(self) -> MergePolicies:
-        """What the coordinator asks when it merges what all processes wrote."""
+        """The policies by which the coordinator merges what all processes wrote."""
         return MergePolicies(self._merging, self.encoding)
 
     def _merging(self, name: str) -> Merging | None:
-        """What merges the notes of a name in records."""
+        """The function that merges the notes of a name in records."""
         policy = self._options.references
         return policy.merge if policy.name == name else None

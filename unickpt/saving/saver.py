@@ -32,8 +32,8 @@ def save_async(
     Returns when the state is safe to change, or earlier if `SaveOptions.staging` says so; then
     call `PendingSave.wait_staged` before changing it. Saves are written in the order of the
     calls. At most two are in flight; a further call waits. The program waits for them before it
-    exits. An error in the background is raised by `PendingSave.result`, else by the next call of
-    this function, else it makes the program exit with status 1.
+    exits. A background error is raised by `PendingSave.result`, else by the next call of this
+    function; else the program exits with status 1.
 
     Arguments:
         path, tree, overwrite, metadata: as for `save`.
@@ -48,7 +48,7 @@ def save_async(
             checked in the background.
         InvalidPath: the path is not a storage location.
         SaveTimeout: process 0 did not call this in time.
-        UnickptError: the error of an earlier save, if it was not raised before; this save was not
+        UnickptError: the error of an earlier save, if it was not raised yet; this save was not
             started.
 
     Example:
@@ -66,7 +66,7 @@ def save_async(
 
 
 def begin(request: SaveRequest) -> PendingSave:
-    """As `unickpt.save_async`, for trainers: with callbacks, and what else `SaveRequest` has.
+    """As `unickpt.save_async`, for trainers: takes callbacks and the other fields of `SaveRequest`.
 
     Raises:
         UnickptError: as `unickpt.save_async`; also any error of `SaveCallbacks.begin`.
@@ -91,15 +91,15 @@ def save(
     """Saves a tree of arrays and values as one checkpoint.
 
     In a job of several processes (`torch.distributed`, `jax.distributed`), all of them call this
-    with the same arguments. Each writes its own part, and the checkpoint appears atomically when
-    the last one is done, or not at all.
+    with the same arguments. Each writes its own part. The checkpoint appears atomically when the
+    last one is done, or not at all.
 
     Arguments:
         path: a local path or a URL (file, memory, s3, gs) at which no checkpoint exists yet.
         tree: any nesting of containers of JAX arrays, torch tensors and DTensors, NumPy arrays,
             plain values, `PerProcess`, `LocalFragments` and objects with `state_dict`.
         overwrite: replace a checkpoint at `path`; it stays readable until the new one is committed.
-        metadata: anything that JSON can hold; `unickpt.open(path).metadata` returns it.
+        metadata: any JSON value; `unickpt.open(path).metadata` returns it.
         options: see `SaveOptions`.
 
     Returns:
@@ -132,7 +132,7 @@ def run(task: SaveTask, tree: Any, metadata: Mapping[str, Any] | None = None) ->
 
 
 def _save(job: SaveTask, root: Any, metadata: Mapping[str, Any] | None) -> SaveReport:
-    """Saves; what it needs is freed when it returns, before Python looks for cycles again."""
+    """Saves; its memory is freed when it returns, before Python resumes its search for cycles."""
     with job.failing():
         described_tree = _plans(os.getpid()).describe(job, root, metadata)
     with _skipping(job, described_tree) if job.options.skips else nullcontext():
@@ -140,14 +140,14 @@ def _save(job: SaveTask, root: Any, metadata: Mapping[str, Any] | None) -> SaveR
             described_tree.refer()
             plan = described_tree.plan()
         report = job.run(plan, DirectSource(job.working_bytes))
-    described_tree.give_back()  # else it is lost, with what a failed save refers to
+    described_tree.give_back()  # a failed save drops it, with all that it references
     return report
 
 
 @contextmanager
 def _skipping(job: SaveTask, described: DescribedTree) -> Iterator[None]:
     """Has a save skip what did not change since its base; remembers the save for the next one."""
-    from unickpt.saving import skipping  # only where it is asked for
+    from unickpt.saving import skipping  # only where it is requested
 
     last, base = _known(os.getpid()), job.options.base
     base_url = None if base is None else paths.resolve(base).url
@@ -171,12 +171,12 @@ _MOST_KNOWN = 4  # checkpoints for which `save` knows what may have changed sinc
 
 @cache
 def _known(process: int) -> dict[str, Any]:
-    """What `save` knows of checkpoints, by their URLs; the newest comes last."""
+    """The facts that `save` keeps about checkpoints, by URL; the newest comes last."""
     return {}
 
 
 @cache
 def _plans(process: int) -> PlanCache:
-    """The plans of `save` in this process, about 1 KB for each array; those of `save_async` have
-    copies, too, so that fewer of them are kept."""
+    """The plans of `save` in this process, about 1 KB for each array. Fewer plans of `save_async`
+    are kept, because those also hold copies."""
     return PlanCache(most=4)

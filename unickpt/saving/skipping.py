@@ -1,4 +1,4 @@
-"""Asks what a save need not stage, once it is described (`references.ReferencePolicy.skipped`)."""
+"""Determines what a described save need not stage (`references.ReferencePolicy.skipped`)."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from unickpt.saving.task import SaveTask
 
 
 def skip(task: SaveTask, described: DescribedTree, before: Any) -> Any:
-    """Has a save skip what is known to be as in its base.
+    """Has a save skip arrays that are known to equal those of its base.
 
     Arguments:
         task: the save.
         described: its tree, from `PlanCache.describe`.
-        before: what this function returned for the save that is the base; None if nothing is known
-            of it, so that this save skips nothing.
+        before: the result of this function for the base's save; None if there is none, so that
+            this save skips nothing.
 
     Returns:
-        What the next save has to know of this one.
+        The facts that the next save needs about this one.
 
     Raises:
         ValueError, StateChanged: see `ReferencePolicy.skipped`.

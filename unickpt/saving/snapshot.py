@@ -28,13 +28,13 @@ from unickpt.saving.write_plan import DirectSource, WritePlan
 
 
 class Snapshot:
-    """The state that one save keeps, until `chunks` has what is to be written of it.
+    """The state that one save keeps, until `chunks` holds everything to write.
 
     Arguments:
         task: the save.
         described: its tree.
         area: memory for copies.
-        owners: what the optimizers own whose steps wait for this; None if no steps wait.
+        owners: the memory of the optimizers whose steps wait for this; None if no steps wait.
         waited_s: for how long this save has already waited for an earlier one's memory.
     """
 
@@ -58,7 +58,7 @@ class Snapshot:
         self._changes = Changes(direct)
         self._copying: dict[SnapshotMethod, OrderedCopy[None]] = {}
         self.chunks = KeptChunks(area, self._memory, self._changes, direct, self._events)
-        """Provides them to the writer."""
+        """Provides the chunks to the writer."""
         self._capture = capture = SnapshotPolicy(
             task.options, owners, described.described, self._budget
         )
@@ -79,7 +79,7 @@ class Snapshot:
         return SnapshotMethod.COPY_LATER in self._used
 
     def prepare(self) -> None:
-        """Determines what is copied while the caller waits, and what is deferred."""
+        """Determines which chunks are copied while the caller waits, and which are deferred."""
         if self.has_now:
             deferred = self._planned().deferred
             self._changes.remember(deferred)
@@ -150,7 +150,7 @@ class Snapshot:
 
     @contextmanager
     def failing(self) -> Iterator[None]:
-        """An error here fails the save, and wakes threads that wait for staging."""
+        """Fails the save on an error, and wakes threads that wait for staging."""
         try:
             yield
         except BaseException as error:
@@ -159,7 +159,7 @@ class Snapshot:
             raise
 
     def settle(self) -> None:
-        """Checks that lazily copied arrays are as they were when they were described.
+        """Checks that lazily copied arrays have not changed since they were described.
 
         Called by the caller when it waits for the fence, because none of its operations is in
         progress then; and before the commit, if it never waited. Later changes are allowed.
@@ -171,11 +171,11 @@ class Snapshot:
             self.chunks.check()
             self._changes.settle()
         except BaseException as error:
-            self.chunks.fail(error)  # staging may still be copying; it ends itself
+            self.chunks.fail(error)  # staging may still be copying; it stops by itself
             raise
 
     def _copies(self, method: SnapshotMethod) -> OrderedCopy[None]:
-        """What makes the copies of a kind."""
+        """The `Copies` that makes the copies of a kind."""
         with self._changed:
             if method not in self._copying:
                 plan = self._planned()
@@ -241,7 +241,7 @@ class Snapshot:
         return time.perf_counter() - began if self._memory.facts.drained_bytes else 0.0
 
     def close(self) -> None:
-        """Ends the save, written or not, and releases all that it keeps."""
+        """Ends the save, written or not, and releases everything it keeps."""
         self._abandoned = True
         self._area.wake()
         self._events.wait(SaveEvent.STAGED)

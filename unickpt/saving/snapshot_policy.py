@@ -40,7 +40,7 @@ class SnapshotMethod(Enum):
 
     REFERENCE = auto()
     COPY_NOW = auto()
-    COPY_LATER = auto()  # it must not change before that
+    COPY_LATER = auto()  # it must not change before it is copied
     CLONE = auto()  # on its device; the clone is copied later
 
 
@@ -48,11 +48,11 @@ BACKGROUND = {SnapshotMethod.COPY_LATER, SnapshotMethod.CLONE}
 
 
 class SnapshotPolicy:
-    """Decides how each fragment of one save is kept; keeps those that are not copied in chunks.
+    """Decides how each fragment of one save is kept; keeps fragments that no chunk copies.
 
     Arguments:
         options: of the save.
-        owners: what the optimizers own whose steps wait for this; None if no steps wait.
+        owners: the memory of the optimizers whose steps wait for this; None if no steps wait.
         sources: all arrays of the save.
         budget_bytes: bytes of host memory for copies.
     """
@@ -80,7 +80,7 @@ class SnapshotPolicy:
 
         Arguments:
             source: the array.
-            borrowed: whether a box of it is not saved; then nothing of it is kept.
+            borrowed: whether a box of it is not saved; such a box is not kept.
         """
         fragments = []
         for fragment in source.fragments:
@@ -161,8 +161,8 @@ class SnapshotPolicy:
     def _is_lazy(self, memory: Memory) -> bool:
         if not memory.mutable:  # on a device; deletion is detected
             return self._mode in ("reference", "lazy")
-        # Many writers do not count what they write (fused optimizers, batch norm, `.data`), so
-        # only memory may change later whose owner waits. On the host a copy costs little.
+        # Many writers do not update version counters (fused optimizers, batch norm, `.data`), so
+        # a copy is deferred only if the memory's owner waits. On the host a copy costs little.
         lazy = self._mode == "lazy" or (self._mode == "auto" and memory.on_device)
         return lazy and self._owners is not None and memory.owner in self._owners
 
@@ -267,9 +267,9 @@ class OrderedCopy(Generic[PlaceT]):
     Arguments:
         items: the chunks, in the order in which they are written. The writer waits for the first
             ones: if later ones took the memory, it would wait forever.
-        reserve: finds a place for a chunk, perhaps after a while; called for one at a time.
+        reserve: reserves memory for a chunk, and may wait; called for one chunk at a time.
         keep: copies a chunk to its place.
-        stopped: whether the rest is not needed.
+        stopped: whether the remaining copies are not needed.
     """
 
     def __init__(
@@ -290,7 +290,7 @@ class OrderedCopy(Generic[PlaceT]):
         """Copies all.
 
         Arguments:
-            alone: on this thread; with others only once `hurry` is called.
+            alone: whether to copy on this thread only, until `hurry` is called.
 
         Raises: the first error of `reserve` or `keep`; the rest is not copied then.
         """
@@ -305,8 +305,8 @@ class OrderedCopy(Generic[PlaceT]):
             raise self._errors[0]
 
     def hurry(self) -> None:
-        """Somebody waits: threads of the caller's priority help the one that `run` is alone on,
-        which has stepped back and might get no core."""
+        """Speeds up a waited-for copy: threads of the caller's priority help the thread of `run`,
+        which has lower priority and might get no core."""
         self._start(self._most, "unickpt stage")
 
     def _start(self, count: int, name: str) -> None:
@@ -333,7 +333,7 @@ class Changes:
     """What one save copies in the background, and may not change before.
 
     Arguments:
-        direct: reads chunks where they are.
+        direct: reads chunks in place.
     """
 
     def __init__(self, direct: DirectSource) -> None:
@@ -342,13 +342,13 @@ class Changes:
         self._digests: dict[WriteItem, int] = {}
 
     def watch(self, items: Sequence[WriteItem]) -> None:
-        """From here on, these chunks must stay as they are until they are copied."""
+        """Adds chunks that must not change from now on until they are copied."""
         self._watched = {i.fragment: i for i in items if i.fragment.memory.mutable}
 
     def remember(self, items: Sequence[WriteItem]) -> None:
-        """Hashes chunks whose copies are deferred, so that every change of them is detected.
+        """Hashes chunks whose copies are deferred, so that any change is detected.
 
-        A user who requests lazy copies knows what must not change; these were not requested.
+        A user who requests lazy copies knows what must not change. These were not requested.
         """
 
         def hash_one(item: WriteItem, _: None) -> None:
@@ -397,7 +397,7 @@ class Changes:
             self._watched = {}
 
     def check(self, item: WriteItem) -> None:
-        """Checks one, as far as its framework knows, and by a sample.
+        """Checks one chunk by its framework's version counter and by a sample.
 
         Raises:
             StateChanged: it was changed.
@@ -430,4 +430,4 @@ class Changes:
 
 
 class _Differs(Exception):
-    """A copy differs from what was there at the call."""
+    """A copy differs from the data at the time of the call."""

@@ -31,8 +31,8 @@ class HostMemoryPool:
 
     @property
     def node_bytes(self) -> int:
-        """What all processes of the node stage by default; as it was when this was first asked."""
-        with self._changed:  # later, what is held here is in use
+        """The default staging budget of all processes of the node, determined on first use."""
+        with self._changed:  # later, memory held here would count as in use
             if self._node_bytes is None:
                 self._node_bytes = host_memory.node_bytes()
             return self._node_bytes
@@ -43,7 +43,7 @@ class HostMemoryPool:
             return max(0, budget_bytes - self._held)
 
     def reserve(self, nbytes: int, budget_bytes: int) -> bool:
-        """Reserves `nbytes` if they fit into the budget, or if nothing else is held."""
+        """Reserves `nbytes` if they fit into the budget, or if nothing else is reserved."""
         with self._changed:
             fits = not self._held or self._held + nbytes <= budget_bytes
             self._held += nbytes if fits else 0
@@ -55,7 +55,7 @@ class HostMemoryPool:
         """As `reserve`, but waits until it succeeds.
 
         Raises:
-            Abandoned: the save that needs them was abandoned meanwhile.
+            Abandoned: the save that needs them was abandoned.
         """
         with self._changed:
             while not self.reserve(nbytes, budget_bytes):
@@ -85,7 +85,7 @@ class HostMemoryPool:
 
 
 class Abandoned(Exception):
-    """The save has failed already; its error is reported elsewhere."""
+    """The save has already failed; its error is reported elsewhere."""
 
 
 _log = logging.getLogger("unickpt")
@@ -100,7 +100,7 @@ class CopyMemory:
         area: memory for copies.
         waited_s: for how long this save has already waited for an earlier one's memory.
         abandoned: whether the save was abandoned.
-        writes: called before waiting for memory, which only writing makes free.
+        writes: called before waiting for memory, which only writing frees.
     """
 
     def __init__(
@@ -136,7 +136,7 @@ class CopyMemory:
 
         Arguments:
             item: what to copy.
-            counted: whether it is counted as drained already.
+            counted: whether it is already counted as drained.
 
         Raises:
             Abandoned: the save was abandoned meanwhile.
@@ -195,13 +195,13 @@ class CopyMemory:
         return arriving
 
     def go_first(self) -> None:
-        """Has what this thread asks of devices from now on wait for the transfers."""
+        """Makes later device work of this thread wait for the transfers."""
         for transfer in self._transfers:
             if transfer.go_first is not None:
                 transfer.go_first()
 
     def wait_transferred(self) -> None:
-        """Waits until what devices copy may change."""
+        """Waits until the arrays that devices copy may change."""
         for transfer in self._transfers:
             if transfer.wait is not None:
                 transfer.wait()
@@ -217,7 +217,7 @@ class CopyMemory:
             )
 
     def returns(self, *, waits_for_commit: bool) -> None:
-        """The call has copied what it must; it returns, or waits for the commit."""
+        """Records that the call has made its copies, and returns or waits for the commit."""
         self.calling = False
         if waits_for_commit:
             self._since = time.perf_counter()
@@ -231,14 +231,14 @@ class CopyMemory:
 
     @property
     def facts(self) -> Staged:
-        """What became of the copies."""
+        """The statistics of the copies."""
         if self._since is None:
             return self._staged
         waited_s = time.perf_counter() - self._since
         return replace(self._staged, budget_wait_s=self._staged.budget_wait_s + waited_s)
 
     def close(self) -> None:
-        """Gives up the memory that was transferred to; called when it is not needed."""
+        """Releases the memory of transfers; called when it is no longer needed."""
         with suppress(Exception):  # a device that failed cannot be waited for
             self.wait_transferred()
         self._transfers = []
@@ -246,7 +246,7 @@ class CopyMemory:
 
 
 ChunkKey = tuple[int, int]
-"""Of a chunk: its array, and its position there."""
+"""A chunk's array, and its position in it."""
 _COPIES = {SnapshotMethod.COPY_NOW, SnapshotMethod.COPY_LATER}
 
 
@@ -261,7 +261,7 @@ class StagedPlan:
     Arguments:
         writes: what this process holds and writes.
         items: the chunks by how they are kept, in the order in which they are copied.
-        deferred: those to be copied later because they do not fit.
+        deferred: the chunks to copy later because they do not fit.
         spare_bytes: memory that transfers leave for all other copies.
         waits_for_commit: whether the state may change only after the commit.
     """
@@ -311,8 +311,8 @@ def plan_staging(writes: WritePlan, capture: SnapshotPolicy, memory: CopyMemory)
 def _spare_room(own_items: Sequence[WriteItem], memory: CopyMemory) -> int:
     """Bytes for copies of chunks that another process should write.
 
-    If that process lacks them, this one must write them; so they are held until the commit. They
-    may have up to half of the memory. If they do not fit, none of them is copied, and the caller
+    If that process lacks them, this one must write them, so they are held until the commit. They
+    may take up to half of the memory. If they do not fit, none of them is copied, and the caller
     waits for the commit.
     """
     return memory.budget // 2 - max(
@@ -327,7 +327,7 @@ def _deferring(
 
     Arguments:
         own_items: what it writes.
-        capture: knows for which chunks that is safe.
+        capture: knows for which chunks deferring is safe.
         room: bytes of copies that fit.
     """
     planned_items, deferred = [], []
@@ -343,10 +343,10 @@ def _deferring(
 
 
 def key(item: WriteItem) -> ChunkKey:
-    """By which a chunk is found."""
+    """The key of a chunk."""
     return item.array, item.position
 
 
 def _without_borrowed(items: Iterable[WriteItem]) -> list[WriteItem]:
-    """Those whose own data are saved."""
+    """The items whose own data are saved."""
     return [item for item in items if not item.borrowed]

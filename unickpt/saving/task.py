@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from unickpt.references.policy import ReferenceSource
 
 FIRST_AFTER_S, FIRST_PER_S = 5.0, 200
-"""A save that takes less reports nothing; and how many first reports all processes make at most."""
+"""A shorter save reports nothing; and the largest number of first reports of all processes."""
 EVERY_S, LATER_PER_S = (10.0, 60.0), 20
 """At the longest, of a few processes and of a thousand; and how many later reports."""
 
@@ -97,8 +97,8 @@ class Timings:
 
     @property
     def statistics(self) -> dict[str, float]:
-        """Of all phases until now, for the record: when each began, and how long it took, or has
-        taken so far; and `began`, when the save was requested, by this host's clock."""
+        """All phases until now, for the record: when each began, and how long it took or has taken
+        so far; and `began`, when the save was requested, by this host's clock."""
         now, statistics = self.elapsed, {"began": self._asked, "blocked_s": self.blocked_s}
         for phase, began in list(self._began.items()):  # the caller's thread may add one
             statistics[f"{phase}_at"] = began
@@ -116,8 +116,8 @@ _log = logging.getLogger("unickpt")
 class SaveState(Enum):
     """How far a save is in this process. Each state may be followed by the next, or by FAILED.
 
-    How far the attempt is that all processes make together, and so what may be removed after a
-    failure, is `commit.attempt.AttemptState`.
+    `commit.attempt.AttemptState` is the state of the attempt of all processes together. It
+    determines what may be removed after a failure.
     """
 
     REQUESTED = auto()
@@ -126,7 +126,7 @@ class SaveState(Enum):
     """Every leaf is described; nothing was written. Until WRITING, `keep` may replace the arrays,
     and any thread may `plan`."""
     WRITING = auto()
-    """This process writes its chunks. From here on one thread has the save."""
+    """This process writes its chunks. From here on, one thread owns the save."""
     COMMITTING = auto()
     """This process has published its record; it commits, or waits for the commit."""
     COMMITTED = auto()
@@ -135,14 +135,14 @@ class SaveState(Enum):
 
 
 class SaveEvent(Enum):
-    """What happens during a save in the background, and its threads wait for."""
+    """Events of a save in the background, for which its threads wait."""
 
     WRITABLE = auto()
     """Writing would not slow the caller down, or the caller waits for it."""
     RETURNED = auto()
     """The call has staged what it must."""
     TRANSFERRING = auto()
-    """Devices copy what they can of what is copied in the background."""
+    """Devices have started those background copies that they can make."""
     SAFE = auto()
     """The state may be changed."""
     STAGED = auto()
@@ -190,7 +190,7 @@ class SaveTask:
         self.features = SaveFeatures(options, self.attempt, self.group)
         self.timings.observers = self.features.observers()
         self.known: Any = None
-        """What the next save has to know of this one, to skip what is as it was (`skipping`)."""
+        """The facts that the next save needs in order to skip unchanged arrays (`skipping`)."""
         self._samples: dict[int, Callable[[], int]] = {}
 
     def _become(self, state: SaveState) -> None:
@@ -235,7 +235,7 @@ class SaveTask:
         self.timings.lap("describe")
 
     def describe_again(self, description: Description, assumed: Iterable[Assumed]) -> None:
-        """As `describe`, of a tree whose description is cached.
+        """As `describe`, for a tree whose description is cached.
 
         Arguments:
             description: of the tree.
@@ -251,8 +251,8 @@ class SaveTask:
         self.timings.lap("describe")
 
     def keep(self, sources: Mapping[str, ArraySource], working_bytes: int) -> None:
-        """Saves these arrays instead of those described, which hold the same, but may change; with
-        so much memory to write, because the rest is for staging."""
+        """Saves these arrays instead of the described ones, which hold the same but may change.
+        Limits the memory for writing, because the rest is for staging."""
         assert self.state is SaveState.DESCRIBED
         self.description = replace(self.description, sources=sources)
         self.working_bytes = working_bytes
@@ -281,7 +281,7 @@ class SaveTask:
 
     @contextmanager
     def failing(self, *, refused: bool = False) -> Iterator[None]:
-        """An error here fails the save: notifies the other processes and removes its files."""
+        """Fails the save on an error: notifies the other processes and removes its files."""
         try:
             yield
         except BaseException as raised:
@@ -379,7 +379,8 @@ class SaveTask:
         self._attempt.report(self.timings.elapsed, writer.done_bytes, number)
 
     def _open_base(self) -> ReferenceSource | None:
-        """What the save refers to instead of writing it. Raises as `ReferencePolicy.open`."""
+        """The chunks that the save references instead of writing. Raises as
+        `ReferencePolicy.open`."""
         options, description = self.options, self.description
         base = self._find_base() if options.base is None else options.base
         if base is None and description.is_whole:
@@ -483,8 +484,8 @@ class SaveTask:
 
 
 Assumed = tuple[int, ArraySource, bool]
-"""An array that processes are assumed to have alike: its number, the array, and whether it stays as
-it is until the save has ended."""
+"""An array that is assumed to be equal on all processes: its number, the array, and whether it
+stays unchanged until the save has ended."""
 
 
 def _sample(source: ArraySource) -> int:
@@ -512,14 +513,14 @@ def _log_report(report: SaveReport) -> None:
 
 
 def report_pauses(count: int) -> tuple[float, float]:
-    """Seconds until each of some processes first reports how far it is; and until it does again."""
+    """Seconds until each of some processes first reports its progress, and between reports."""
     (least, most), later = EVERY_S, count / LATER_PER_S
     first = max(FIRST_AFTER_S, count / FIRST_PER_S)
     return first, min(most, max(least, later))
 
 
 def call_metrics(options: SaveOptions, report: SaveReport) -> None:
-    """Calls `SaveOptions.metrics` and `SaveFeature.committed`, after all else of a save: they may
+    """Calls `SaveOptions.metrics` and `SaveFeature.committed` at the very end of a save: they may
     save, wait or load."""
     calls: list[tuple[str, Callable[[SaveReport], None]]]
     calls = [(feature.name, feature.committed) for feature in options.all_features]

@@ -27,7 +27,7 @@ class WritePlan:
 
     Arguments:
         held_items: all that it could write, in the order of the description.
-        own_items: those that it writes, in the order in which it does.
+        own_items: those that it writes, in the order of writing.
         alone: whether no other process holds any of them.
     """
 
@@ -75,7 +75,7 @@ def _held_items(description: Description) -> Iterator[WriteItem]:
         fragments, assumed = source.fragments, source.assumed
         parts = chunk_grid.parts_of(entry, [fragment.box for fragment in fragments])
         itemsize, first = source.dtype.itemsize, 0
-        # Nothing of it is staged: it is saved in as few pieces as it has fragments.
+        # None of it is staged: it is saved in as few pieces as it has fragments.
         is_lent = skipped is not None and selection is None and entry.codec is None
         for part in parts:
             for fragment in fragments:
@@ -115,8 +115,9 @@ def _own_items(
 ) -> list[WriteItem]:
     """The chunks that a process writes; replicas are split among the processes that hold them.
 
-    Those of units by themselves, alike in each save, so that a process finds what it does not
-    write in files of its own. Then the others, so that all processes write the same amount.
+    Chunks of units are split first and on their own, the same way in each save, so that a process
+    finds the chunks that it leaves out in its own files. Then the others are split, so that all
+    processes write the same amount.
     """
     from unickpt.commit import chunk_owners  # only where several processes hold the same
 
@@ -161,7 +162,7 @@ def _shared(run: Sequence[WriteItem]) -> Shared:
     if len(replicas) > 1:
         nbytes = sum(
             item.nbytes
-            if first.entry.codec is None  # others may look at them, and have more pieces
+            if first.entry.codec is None  # others may see more pieces
             else codec.nbytes_as_stored(first.entry, item.box.shape)
             for item in run
         )
@@ -188,7 +189,7 @@ class StagedChunk:
 
     Arguments:
         data: the chunk, contiguous and in native byte order.
-        nbytes: memory that this holds, beyond the state itself and what was counted before.
+        nbytes: memory that this holds, beyond the state itself and bytes already counted.
         release: releases the memory.
     """
 
@@ -199,7 +200,7 @@ class StagedChunk:
 
 @dataclass(frozen=True, slots=True)
 class Staged:
-    """What was staged before it was asked for; see `SaveReport`."""
+    """Statistics of the chunks that were staged in advance; see `SaveReport`."""
 
     staged_bytes: int = 0
     drained_bytes: int = 0
@@ -207,7 +208,7 @@ class Staged:
 
 
 class ChunkSource(Protocol):
-    """Where a writer gets its chunks from.
+    """The source of a writer's chunks.
 
     `background` says whether it is written in the background of a training loop.
     """
@@ -255,7 +256,7 @@ class DirectSource:
         except StateChanged as error:
             raise naming(error, item) from None
         # Kept for every chunk until its commit: as few objects as possible, because Python's
-        # garbage collector visits each again and again.
+        # garbage collector visits each repeatedly.
         if not buffers:
             return StagedChunk(data, 0, _nothing_to_release)
         return StagedChunk(data, data.nbytes, partial(self._buffers.give, buffers[0]))
@@ -269,7 +270,7 @@ class DirectSource:
 
 
 def _nothing_to_release() -> None:
-    """For a chunk that is a view of the state itself, or memory of its own."""
+    """The release of a chunk that is a view of the state itself, or its own memory."""
 
 
 class BorrowingSource:
@@ -277,7 +278,7 @@ class BorrowingSource:
 
     Arguments:
         source: provides the others.
-        base: has those that are borrowed.
+        base: has the borrowed chunks.
     """
 
     def __init__(self, source: ChunkSource, base: ReferenceSource) -> None:

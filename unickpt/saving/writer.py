@@ -36,13 +36,13 @@ if TYPE_CHECKING:
 _MOST_CHUNKS = 16384  # of a batch
 _LOOK_EVERY_S = 0.5
 _TELL_EVERY_S = 0.25
-_HASHED_FIRST_BYTES = 64 << 10  # of so little, the cache has all when it is written
+_HASHED_FIRST_BYTES = 64 << 10  # so little is still in the CPU's cache when it is written
 _LARGE_CHUNK_BYTES = 64 << 20  # is counted piece by piece
 
-# Measured: with more threads than CPUs pieces fall out of the cache; but those that wait for the
-# disk are idle, so that durable saves have twice as many.
+# Measured: with more threads than CPUs, pieces fall out of the cache; but threads that wait for the
+# disk are idle, so durable saves have twice as many.
 _THREADS = max(2, min(8, os.cpu_count() or 1))
-# In the background of a training loop each keeps a CPU busy, which it may need (measured, too).
+# In the background of a training loop, each keeps a CPU busy that the loop may need (measured).
 _BACKGROUND_THREADS = max(1, min(8, (os.cpu_count() or 1) // 4))
 _MOST_THREADS = 16  # that write and also encode, or compare with the base
 _THREADS_REMOTE = 4  # each waits for its object
@@ -50,7 +50,7 @@ _FILE_BYTES = 256 << 20  # of a file at most, unless one chunk is larger
 _LEAST_FILE_BYTES, _LEAST_OBJECT_BYTES = 8 << 20, 64 << 20
 _FILES_EACH = 8  # so many for each thread, so that they end together
 _NBYTES, _ENCODING = attrgetter("nbytes"), attrgetter("entry.encoding")
-# In the background of a training loop, which needs the GIL, a thread should rarely ask for it.
+# In the background of a training loop, which needs the GIL, a thread should rarely take it.
 _BACKGROUND_PIECE = 8 << 20
 
 
@@ -58,11 +58,11 @@ class ChunkWriter:
     """Stages, encodes, hashes and writes chunks, each batch of them as one file.
 
     Arguments:
-        attempt: the attempt to save that this is part of.
-        description: what this process saves.
+        attempt: the attempt to which this belongs.
+        description: the arrays and values that this process saves.
         budget_bytes: memory to write with.
         source: provides the chunks.
-        base: what the save refers to instead of writing it.
+        base: the chunks that the save references instead of writing.
         progress: called with the bytes that are done and those in total, if given.
         encoder: encodes the chunks of arrays whose encoding is not decided yet.
     """
@@ -83,13 +83,13 @@ class ChunkWriter:
         self._folder = attempt.own
         self.is_local = self._folder.is_local
         self._copies = 0 if self.is_local else 2
-        """How often an object is in memory while it is written."""
+        """How many copies of an object are in memory while it is written."""
         self._file_threads = self._files_at_once()
         self.is_stopped = False
         """Whether something has failed, so that no further chunk needs to be written."""
         self.nbytes, self.stored_bytes, self.count, self.extended = 0, 0, 0, 0
-        """Of what was written: bytes, bytes before compression, chunks; and the chunks to which
-        values were added."""
+        """Written bytes, bytes before compression and chunks; and chunks to which values were
+        added."""
         self._progress, self._done, self._total = progress, 0, 0
         self._counting = threading.Lock()  # threads count what they write
         self._extra: dict[str, dict[int, Any]] = {}
@@ -106,7 +106,7 @@ class ChunkWriter:
 
     @property
     def done_bytes(self) -> int:
-        """Logical bytes that are written, or need not be; more may be requested than planned."""
+        """Logical bytes written or reused; more may be requested than planned."""
         return min(self._done, self._total)
 
     def write_all(self, items: Sequence[WriteItem]) -> Record:
@@ -136,7 +136,7 @@ class ChunkWriter:
         )
 
     def write_more(self, items: Sequence[WriteItem]) -> Record:
-        """Writes chunks that the coordinator asked for after all had written theirs."""
+        """Writes chunks that the coordinator requested after all processes had written theirs."""
         before, count, nbytes = self.reused_bytes, self.count, self.nbytes
         self._extra = {}  # the first record has what there was
         stored_bytes, done = self.stored_bytes, self._take_or_write(items, [])
@@ -154,7 +154,7 @@ class ChunkWriter:
     def _take_or_write(
         self, items: Sequence[WriteItem], values: Sequence[bytes | memoryview]
     ) -> ValuePlaces:
-        """Takes from the base what it has, and writes the rest, and some other values."""
+        """Reuses the chunks that the base has; writes the rest, and some other values."""
         if self._base is None:
             return self._write(items, ValuePlaces(items), values)
         # Staged copies come in the order of the plan.
@@ -190,17 +190,17 @@ class ChunkWriter:
         rows = range(len(items)) if rows is None else rows
         threads = self._threads(items, base)
         most_bytes = self._batch_bytes(sum(map(_NBYTES, items)))
-        # The rest of the budget is for what is needed besides the data.
+        # The rest of the budget is for memory besides the data.
         window = Window(self._budget - most_bytes, threads + 1)  # so that no thread waits
         looked, first = time.monotonic(), 0
-        # Each makes a file: one unit's, so that a later save needs all of it or nothing.
+        # Each batch becomes a file: one unit's, so that a later save needs all of it or nothing.
         batches = [
             batch
             for _, run in itertools.groupby(items, attrgetter("unit"))
             for batch in in_batches(run, _MOST_CHUNKS, most_bytes, _NBYTES)
         ] or ([[]] if values else [])
         if len(batches) == 1 and self._progress is None and not self._source.background:
-            # No thread has to be started for so little.
+            # So little is not worth starting a thread.
             chunks = [self._fetch(item) for item in batches[0]]
             work = _Batch(self, done, rows, batches[0], chunks, values, base)
             work.write()
@@ -214,7 +214,7 @@ class ChunkWriter:
                 size = sum(map(_NBYTES, batch))
                 window.make_room(size)
                 chunks = [self._fetch(item) for item in batch]
-                # The first batch, which is of no unit, has the other values.
+                # The first batch, which has no unit, has the other values.
                 batch_rows, batch_values = rows[first : first + len(batch)], () if first else values
                 work = _Batch(self, done, batch_rows, batch, chunks, batch_values, base)
                 memory_bytes = sum(map(_NBYTES, chunks)) + self._copies * size
@@ -275,7 +275,7 @@ class ChunkWriter:
 
     def encode(self, item: WriteItem, chunk: Any) -> codec.Encoded:
         """A chunk as it is stored."""
-        if item.borrowed and item.entry.codec is not None:  # as the base has it
+        if item.borrowed and item.entry.codec is not None:  # as stored in the base
             return codec.Encoded((memoryview(chunk),))
         if (encoder := self._encoders.get(item.entry.name)) is not None:
             stored = codecs.encode(encoder, item.entry, codec.filled_up(item.part, chunk))
@@ -292,7 +292,7 @@ class ChunkWriter:
         self.tell()
 
     def _count(self, batch: _Batch) -> None:
-        """Counts what is written, and releases its memory."""
+        """Counts written bytes, and releases their memory."""
         for chunk in batch.chunks:
             chunk.release()
         batch.chunks = ()
@@ -309,12 +309,12 @@ class ChunkWriter:
         of_arrays[array] = codecs.merge(name, [*notes, note])
 
     def count_done(self, nbytes: int) -> None:
-        """Counts bytes that are written, or need not be; called on any thread."""
+        """Counts written or reused bytes; called on any thread."""
         with self._counting:
             self._done += nbytes
 
     def tell(self) -> None:
-        """Says how much is done."""
+        """Reports the progress."""
         if self._progress is not None:
             self._progress(self.done_bytes, self._total)
 
@@ -324,11 +324,11 @@ class _Batch:
 
     Arguments:
         writer: of the save.
-        done: where it notes where they are.
+        done: the record in which it notes their places.
         rows: of the chunks there.
-        items, chunks: which they are, and their elements.
-        values: what else is written to the file.
-        base: where equal chunks may be.
+        items, chunks: the items, and their elements.
+        values: other values to write to the file.
+        base: may have equal chunks.
     """
 
     def __init__(
@@ -346,8 +346,8 @@ class _Batch:
         self.nbytes = self.stored_bytes = self.count = self.extended = 0
         self.notes: list[tuple[int, str, Any]] = []
         self._done_bytes = 0  # counted by the writer
-        self._rows: list[int] = []  # of each value in the file; -1 - row for what is added
-        self._links: list[int] = []  # of what is added, which value of its chunk it is
+        self._rows: list[int] = []  # of each value in the file; -1 - row for an added value
+        self._links: list[int] = []  # for an added value: its position among its chunk's values
         self._apart: _Apart | None = None
 
     def write(self) -> None:
@@ -434,7 +434,7 @@ class _Batch:
         self.count += 1
 
     def _refer(self, file: DataFile, row: int, compared: Compared) -> None:
-        """Refers to values of the base, and writes what is added to them."""
+        """References values of the base, and writes the values that are added to them."""
         self._done.note({row: compared})
         for link, again in enumerate(compared.reused, FULL_LINK):
             if isinstance(again, bytes):
@@ -444,7 +444,7 @@ class _Batch:
             self.extended += 1
 
     def _add_value(self, file: DataFile, row: int, value: bytes, link: int) -> None:
-        """Adds a value to a chunk that is taken; `link` says which value of the chunk it is."""
+        """Adds a value to a reused chunk; `link` is its position among the chunk's values."""
         file.add((memoryview(value),))
         self._rows.append(-1 - row)
         self._links.append(link)
@@ -454,8 +454,8 @@ class _Batch:
 
 @dataclass(frozen=True)
 class _Apart:
-    """A file for the whole chunks of a batch in which values are added to others, too. The next
-    saves link the file of these, in which a whole chunk, changed again, would stay, too.
+    """A separate file for the whole chunks of a batch that also adds values to other chunks. Later
+    saves link the file of added values; a whole chunk in it would stay on disk after it changed.
 
     Arguments:
         file: the file.
