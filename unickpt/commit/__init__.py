@@ -1,1 +1,1 @@
-"""From what the processes wrote to one checkpoint that appears atomically."""
+"""Merges the output of all processes into one checkpoint that appears atomically."""

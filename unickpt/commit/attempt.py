@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 class AttemptState(Enum):
-    """How far one process is with an attempt; so what it may remove, and what it may conclude.
+    """The progress of one process in an attempt: determines what it may remove and conclude.
 
     Process 0, the coordinator: OPEN, WRITING, MERGING, COMMITTING, COMMITTED. The others: OPEN,
     WRITING, PUBLISHED, COMMITTED. Each may end in FAILED instead.
@@ -43,21 +43,21 @@ class AttemptState(Enum):
     """The destination has not been checked yet, and nothing was written."""
     WRITING = auto()
     """This process writes its part. Without its record the coordinator cannot commit, so it may
-    remove the part, and tell the others that this attempt cannot succeed any more."""
+    remove the part, and notify the others that this attempt can no longer succeed."""
     PUBLISHED = auto()
     """This process has published its record, or tried to. The coordinator may commit at any moment,
-    so nothing may be removed, and only the root tells whether the checkpoint exists."""
+    so nothing may be removed, and only the root shows whether the checkpoint exists."""
     MERGING = auto()
-    """The coordinator has published its record. Only it commits, and it has not begun to, so it may
-    remove everything; no other process may."""
+    """The coordinator has published its record. Only the coordinator commits, and it has not begun
+    to, so it may remove everything; no other process may."""
     COMMITTING = auto()
     """The coordinator has begun to write the root. Until the storage answers, the checkpoint may or
     may not exist: nothing may be removed, and nothing may be concluded from an error."""
     COMMITTED = auto()
     """The checkpoint exists. Nothing of this attempt may be removed."""
     FAILED = auto()
-    """The root is that of another job, or the files are gone: no process commits this attempt any
-    more. What it wrote may be removed."""
+    """The root is that of another job, or the files are gone: no process will commit this attempt.
+    Its files may be removed."""
 
 
 _MOST_REPLACED = 16
@@ -77,8 +77,8 @@ NEXT: Mapping[AttemptState, set[AttemptState]] = {
 }
 """The states that may follow each."""
 REMOVABLE = {_S.OPEN, _S.WRITING, _S.MERGING, _S.FAILED}
-"""In these, a process that gives up may remove what it wrote: it will certainly not be committed.
-In the others only if another process has reported that (`Notes.settled`)."""
+"""In these states, a process that gives up may remove its files: they will certainly not be
+committed. In the others it may only if another process has reported that (`Notes.settled`)."""
 
 
 class Attempt:
@@ -90,7 +90,7 @@ class Attempt:
         name: the attempt's name, the same on all processes.
         context: the TensorStore context of this save.
         timeout_s: how long to wait for other processes.
-        timed: whether the checkpoint says how long each process took; by default, if there are
+        timed: whether the checkpoint stores how long each process took; by default, if there are
             several.
     """
 
@@ -121,14 +121,14 @@ class Attempt:
 
             self.arrivals = Arrivals(group.count)
         self.record: Record | None = None
-        """What this process wrote, if it saves alone: nobody else needs to read it."""
+        """The record of a process that saves alone: no other process needs to read it."""
         self.has_reports = False
         self._missing = local_folders.count_missing(location.path) if location.is_local else 0
         self._state = AttemptState.OPEN
         self.found: root.State | None = None
         """The root as it was before this attempt wrote anything."""
         self.planned_bytes = 0
-        """What this process has to write, for messages."""
+        """The part of this process, for messages."""
 
     @cached_property
     def notes(self) -> Notes:  # a process alone rarely needs them
@@ -162,7 +162,7 @@ class Attempt:
         self.become(AttemptState.WRITING)
 
     def check_new(self) -> None:
-        """Refuses an attempt name that was used before: its old records would be taken for new.
+        """Refuses an attempt name that was already used: its old records would pass for new ones.
 
         Raises:
             SaveConflict: names the session.
@@ -182,7 +182,7 @@ class Attempt:
         return self.folder.child(f"{process:05d}")
 
     def report(self, seconds: float, done_bytes: int, number: int) -> None:
-        """Says, while a save takes long, how far this process is.
+        """Reports the progress of this process during a long save.
 
         Arguments:
             seconds, done_bytes, number: see `Report`.
@@ -199,8 +199,8 @@ class Attempt:
         progress_reports.write(records, self.group.index, report)
 
     def explained(self, error: Exception) -> Exception:
-        """The error to raise: the storage's and a lack of memory as ours, or `SaveConflict` if
-        another job committed here meanwhile, which removes the files of attempts that lost."""
+        """The error to raise: storage errors and a lack of memory as ours, or `SaveConflict` if
+        another job committed here, which removes the files of attempts that lost."""
         if isinstance(error, MemoryError):
             return out_of_memory(f"saving to {self.location}", error)
         if not isinstance(error, StorageError) or self._state is AttemptState.OPEN:
@@ -253,7 +253,7 @@ class Attempt:
         """Ends a failed save: removes what was written, if no checkpoint can need it any more.
 
         Every process removes its own data, and that of processes that left before it. The last one
-        to leave removes the rest, because until then the others read notes. If a process died, the
+        to leave removes the rest, because the others read notes until then. If a process died, the
         rest stays until the next save at this path, or the next `Checkpointer`.
         """
         with suppress(Exception):
@@ -302,7 +302,7 @@ class Attempt:
         return self.found.digest
 
     def committed(self) -> Totals | None:
-        """What the coordinator has committed; None if the root is as it was before.
+        """The outcome of the coordinator's commit; None if the root has not changed.
 
         Raises:
             SaveConflict: it is that of another job.

@@ -1,4 +1,4 @@
-"""The checkpoints that borrow chunks from one beside them, which must stay as long as they do."""
+"""The checkpoints that borrow chunks from a sibling checkpoint, which must outlive them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def mark(location: Location, bases: Sequence[BaseEntry], context: ts.Context) ->
         base_version = version.version_of(borrowed.pinned(location, base, context).manifest or b"")
         base_location = borrowed.sibling(location, base.name)
         borrowed.mark(base_location, base_version.attempt, borrowed.name_of(location), context)
-        borrowed.pinned(location, base, context)  # the base may have been removed until the mark
+        borrowed.pinned(location, base, context)  # the base may have been removed before the mark
 
 
 def list_borrowers(location: Location, context: ts.Context) -> list[str]:
@@ -50,7 +50,7 @@ def need_retired(location: Location, digest: str, context: ts.Context) -> bool:
     """Whether a checkpoint borrows from one that was retired.
 
     Arguments:
-        location: where it was.
+        location: its former place.
         digest: of its manifest.
         context: for the storage.
 
@@ -71,8 +71,8 @@ def need_retired(location: Location, digest: str, context: ts.Context) -> bool:
 def _renamed(
     base: Location, marked: Sequence[str], context: ts.Context, digest: str | None = None
 ) -> list[str]:
-    """The checkpoints beside one that borrow from it, but had another name when they were saved: on
-    local disks, people rename what they want to keep.
+    """The siblings of a checkpoint that borrow from it, but had another name when they were saved:
+    on local disks, people rename checkpoints to keep them.
 
     Arguments:
         base: the other one.
@@ -88,7 +88,7 @@ def _renamed(
 
 
 def _borrows(base: Location, name: str, digest: str | None = None) -> bool:
-    """Whether a checkpoint borrows from another one beside it, or cannot be read now.
+    """Whether a checkpoint borrows from a sibling, or cannot be read now.
 
     Arguments:
         base: the other one.

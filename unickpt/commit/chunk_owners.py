@@ -1,10 +1,10 @@
 """Which process writes which chunk; all processes compute the same answer.
 
 Nothing is communicated. The processes that hold a chunk are its *replicas*. Each of them computes
-which one writes it, from what all of them know: the arrays that they hold alike. So only chunks of
-the same replicas are balanced with each other, and with those of larger groups that contain them.
-(What other groups write is not known to all of them, unless the step before says it: of experts
-that take turns it does, so that what is no expert goes to those that write few.)
+the writer from facts that all of them know: the arrays that they hold alike. So only chunks of the
+same replicas are balanced with each other, and with those of larger groups that contain them.
+(The load of other groups is not known to all of them, unless the previous step records it: for
+experts that take turns it does, so that other arrays go to processes that write few experts.)
 """
 
 from __future__ import annotations
@@ -45,20 +45,20 @@ _NOTHING: Mapping[int, int] = {}
 def shares(
     fragments: Sequence[Shared], process: int, alone: Mapping[int, int] = _NOTHING
 ) -> list[range]:
-    """For each fragment the run of its chunks, by position, that a process writes.
+    """The run of chunks of each fragment, by position, that a process writes.
 
-    Each chunk goes to the replica that has the fewest bytes so far, the largest chunks first, so
-    that at the end the bytes of two processes of a group differ by a small chunk. What they write
-    for larger groups counts from the beginning.
+    Each chunk goes to the replica with the fewest bytes so far, the largest chunks first, so that
+    at the end the bytes of two processes of a group differ by a small chunk. Bytes that they write
+    for larger groups count from the beginning.
 
     Arguments:
-        fragments: what the process holds.
+        fragments: the fragments that the process holds.
         process: whose runs are returned.
-        alone: by process, the bytes that it writes beside these in any case; all processes must
-            know the same.
+        alone: by process, the bytes that it writes in any case besides these; equal on all
+            processes.
     """
     groups: dict[tuple[int, ...], list[int]] = {}
-    # By identity: to hash thousands of processes takes long.
+    # By identity: hashing thousands of processes takes long.
     groups_by_id: dict[int, list[int]] = {}
     for index, unit in enumerate(fragments):
         group = groups_by_id.get(id(unit.replicas))
@@ -85,7 +85,7 @@ def shares_of_assumed(
 
     Process 0 writes arrays of a single chunk, so that arrays that belong together come from one
     process even if the processes differ: the smallest first, up to its equal share of all bytes,
-    and all small ones. The rest is shared out, so that all write the same amount. Arguments as of
+    and all small ones. The rest is split so that all write the same amount. Arguments as for
     `shares`.
     """
     if not fragments:
@@ -114,7 +114,7 @@ def is_little(nbytes: int) -> bool:
 def _share_out(
     units: Mapping[int, Shared], written: dict[int, int], process: int
 ) -> dict[int, range]:
-    """Shares fragments of one group out; each replica gets a run of a fragment's chunks.
+    """Splits fragments of one group; each replica gets a run of a fragment's chunks.
 
     Arguments:
         units: the fragments, by index.
@@ -122,8 +122,8 @@ def _share_out(
         process: whose runs are returned.
     """
     ranges = dict[int, range]()
-    # Those with as few bytes take turns in an order that spreads over any regular smaller group of
-    # them, which can then make up for it, and that begins elsewhere for each group.
+    # Processes with equally few bytes take turns in an order that spreads over any regular smaller
+    # group, so that the smaller group can balance it, and that begins elsewhere for each group.
     turn = xxhash.xxh3_64_intdigest(repr(sorted(written)).encode())
     least = [
         (nbytes, (n * _GOLDEN + turn) % (1 << 64), p)
@@ -146,7 +146,7 @@ def _share_out(
 
 
 def _run(counts: Mapping[int, int], process: int) -> range:
-    """The run of a process, if they follow each other in the order of the processes."""
+    """The run of a process, if runs follow each other in the order of the processes."""
     if process not in counts:
         return range(0)
     first = sum(count for p, count in counts.items() if p < process)

@@ -35,7 +35,7 @@ from unickpt.storage.locations import Location
 
 @dataclass(frozen=True)
 class Committed:
-    """What the coordinator has committed.
+    """The committed checkpoint, as the coordinator knows it.
 
     Arguments:
         totals: of the checkpoint.
@@ -49,12 +49,12 @@ class Committed:
 
 
 class Coordinator:
-    """Merges and commits what all processes of an attempt wrote.
+    """Merges and commits the output of all processes of an attempt.
 
     Arguments:
-        attempt: in which this process, the first, has published its record.
+        attempt: the attempt in which this process, the first, has published its record.
         write_more: writes more of the coordinator's own chunks.
-        policies: what is asked how notes are merged, and how arrays are stored.
+        policies: decide how notes are merged, and how arrays are stored.
     """
 
     def __init__(self, attempt: Attempt, write_more: WriteMore, policies: MergePolicies) -> None:
@@ -63,18 +63,18 @@ class Coordinator:
         self._more: Records = ()  # of processes that wrote chunks of others, too
 
     def commit(self, index: Index, digest: int, check: Callable[[Index], None]) -> Committed:
-        """Merges and commits what all processes wrote.
+        """Merges and commits the output of all processes.
 
         Arguments:
-            index: what the coordinator itself has to save.
+            index: the coordinator's own description.
             digest: of that index, as in the coordinator's record.
-            check: called right before the commit, with what all processes saved; an error
+            check: called right before the commit, with the merged output of all processes; an error
                 prevents it.
 
         Raises:
             ProcessFailed, SaveTimeout: another process gave up, or is late.
             CoverageError: an array is not covered exactly once.
-            SaveConflict: another job committed at this path meanwhile.
+            SaveConflict: another job committed at this path.
         """
         attempt = self.attempt
         records = self._records()
@@ -101,7 +101,7 @@ class Coordinator:
         return Committed(totals, merged, statistics_of(records, self._more))
 
     def _records(self) -> Records:
-        """The records of all processes; that of a process alone was never stored."""
+        """The records of all processes; that of a single process was never stored."""
         attempt = self.attempt
         if not attempt.is_alone:
             return self._collect(self._processes, OK)
@@ -173,7 +173,7 @@ class Coordinator:
         return manifest
 
     def _announce(self, manifest: bytes, totals: Totals) -> None:
-        """Announces what is about to be committed, unless a process has given up meanwhile."""
+        """Announces the commit that is about to happen, unless a process has given up."""
         attempt, replaced = self.attempt, dict[str, Totals]()
         if attempt.digest_found:
             replaced = attempt.replaced()
@@ -200,11 +200,11 @@ class Coordinator:
             raise _files_gone(self._location)
 
     def _remove_older_attempts(self, older: Sequence[str]) -> None:
-        """Removes what no committed checkpoint needs; errors here are ignored.
+        """Removes files that no committed checkpoint needs; errors here are ignored.
 
         Arguments:
-            older: the attempts that started before this one committed. None of them can commit
-                any more, because their processes found another root.
+            older: the attempts that started before this one committed. None of them can commit,
+                because their processes found another root.
         """
         attempt = self.attempt
         with suppress(Exception):

@@ -39,12 +39,12 @@ _PROGRAM = secrets.token_hex(8)
 
 
 class Use(NamedTuple):
-    """What a lease is for.
+    """The purpose of a lease.
 
     Arguments:
         name: of the file in the folder.
-        here, there: the messages for those who do not get it, because another user in this process
-            has it, or another process, "{who}". They follow the folder's name.
+        here, there: the messages if another user in this process has it, or another process,
+            "{who}". They follow the folder's name.
     """
 
     name: str
@@ -80,7 +80,7 @@ class Lease:
 
     Arguments:
         location: the folder.
-        use: what it is for.
+        use: its purpose.
     """
 
     def __init__(self, location: Location, use: Use = SAVES) -> None:
@@ -88,7 +88,7 @@ class Lease:
         session = secrets.token_hex(8)
         self._holder = _Holder(socket.gethostname(), os.getpid(), _PROGRAM, session)
         self._lease: _Lock | _LeaseObject | None = None
-        self._changing = threading.RLock()  # saves, removals and the end of a run are threads
+        self._changing = threading.RLock()  # saves, removals and the end of a run run on threads
         self._settled_at = 0.0
 
     def take(self) -> bool:
@@ -135,8 +135,8 @@ class Lease:
                 raise errors.writing_failed(error, str(self._location)) from error
 
     def give_back(self) -> None:
-        """Releases the lease, so that another job can take it; does nothing in a forked process,
-        which does not hold it, and for which a thread of the parent might hold the lock for ever.
+        """Releases the lease, so that another job can take it. Does nothing in a forked process,
+        which does not hold it, and where a lock that a parent's thread held is never released.
         """
         if os.getpid() != self._holder.process:
             return
@@ -197,7 +197,7 @@ class _Lock(FileLock):
         return False
 
     def check(self) -> None:
-        """Does nothing: no job can take over a lock, and the commit fails if the folder is gone."""
+        """Does nothing: no job can take over a lock, and a commit fails if the folder is gone."""
 
 
 class _LeaseObject:

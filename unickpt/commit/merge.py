@@ -31,10 +31,10 @@ Merging = Callable[[Mapping[int, Any], Sequence[Mapping[str, float]]], Any]
 
 @dataclass(frozen=True)
 class MergePolicies:
-    """What process 0 asks when it merges what all processes wrote.
+    """The policies by which process 0 merges the output of all processes.
 
     Arguments:
-        merging: finds what merges the notes of a name.
+        merging: returns the function that merges the notes of a name.
         encoding: settles how arrays are stored.
     """
 
@@ -44,7 +44,7 @@ class MergePolicies:
 
 @dataclass(frozen=True)
 class Merged:
-    """What all processes wrote, as one checkpoint.
+    """The output of all processes as one checkpoint.
 
     Arguments:
         index: of the checkpoint.
@@ -77,14 +77,14 @@ def merge_all(
     request: Callable[[Requests], Records],
     policies: MergePolicies,
 ) -> Merged:
-    """Merges what all processes wrote.
+    """Merges the output of all processes.
 
     Arguments:
         records: of all processes, in order.
-        described: what they have to save, by the digests in their records.
+        described: their descriptions, by the digests in their records.
         request: makes processes write chunks that their planned writers do not hold; returns the
             records of these.
-        policies: what is asked how notes are merged, and how arrays are stored.
+        policies: decide how notes are merged, and how arrays are stored.
 
     Raises:
         CoverageError: the processes contradict each other, or leave out a part of an array.
@@ -135,10 +135,10 @@ def merge_all(
 
 
 def _merged_notes(records: Records, policies: MergePolicies) -> dict[str, Any]:
-    """What the index says on behalf of what made notes of the save.
+    """The contents of the index that come from notes of features.
 
     Raises:
-        CoverageError: process 0 lacks what made one.
+        CoverageError: process 0 lacks the feature of a note.
     """
     notes = dict[str, dict[int, Any]]()
     for process, record in records:
@@ -162,7 +162,7 @@ def _merged_notes(records: Records, policies: MergePolicies) -> dict[str, Any]:
 def _settled(
     index: Index, chunks: Chunks, records: Records, names: Names, policy: EncodingPolicy
 ) -> tuple[Index, Chunks]:
-    """The index with the codec that each array has, and where its chunks are with that."""
+    """The index with the codec of each array, and the places of its encoded chunks."""
     spans, places = chunk_grid.chunk_spans(index.arrays), chunks.places.copy()
 
     def stored(name: str) -> tuple[Column, Column]:
@@ -248,8 +248,8 @@ def _check_settings(ours: Index, theirs: Index, process: int) -> None:
 
 
 def _shared(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """What all processes must have alike: not what process 0 alone decides for its step, but what
-    was merged of what."""
+    """The metadata that all processes must share: without those that process 0 alone decides for
+    its step, but with the record of merges."""
     library_metadata = metadata.get(RESERVED)
     merge = library_metadata.get("merge") if isinstance(library_metadata, dict) else None
     return {**{k: v for k, v in metadata.items() if k != RESERVED}, "unickpt merge": merge}
@@ -359,9 +359,9 @@ def with_notes(
 
     Arguments:
         index: of all processes.
-        records: what they wrote.
+        records: of their output.
         names: for each process the arrays that it has.
-        winners: arrays of which only the chunks of one process count, with that process.
+        winners: arrays for which only the chunks of one process count, with that process.
     """
     arrays, notes = dict(index.arrays), dict[str, list[Any]]()
     for process, record in records:

@@ -1,4 +1,4 @@
-"""The chunks of all processes -> one digest table, and where each is; which ones are missing.
+"""The chunks of all processes -> one digest table, the place of each, and the missing ones.
 
 Checks that each chunk is written exactly once. Nothing here does I/O.
 """
@@ -39,7 +39,7 @@ Column = np.ndarray[Any, Any]
 
 @dataclass(frozen=True, eq=False)
 class Chunks:
-    """What the records say of all chunks, each by its row in the digest table.
+    """The recorded facts of all chunks, each by its row in the digest table.
 
     Arguments:
         table: the digests and writers.
@@ -71,8 +71,8 @@ class Chunks:
     contested: Mapping[str, list[int]]
 
     def composed(self, arrays: Mapping[str, ArrayEntry]) -> dict[str, tuple[int, int]]:
-        """How many chunks of each array have additions, and how many;
-        only of those that have some."""
+        """The numbers of chunks with additions and of additions by array, for arrays that have
+        some."""
         if not (self.kinds == COMPOSED).any():
             return {}
         counts = {}
@@ -90,30 +90,30 @@ def merged_chunks(
     assumed: Collection[str] = (),
     winners: Mapping[str, int] | None = None,
 ) -> Chunks:
-    """All chunks, as far as the records have them; no chunk has two writers.
+    """All chunks in the records; no chunk has two writers.
 
     Replicas that do not know of each other may both write a chunk, one of them with additions, or
-    both with another full chunk. All that is stored of a chunk is of one process.
+    both with another full chunk. All stored values of a chunk come from one process.
 
     Arguments:
         index: of all processes.
         records: what they wrote.
         names: for each process the arrays that it has.
         assumed: arrays whose replication is only assumed.
-        winners: arrays of which only the chunks of one process count, with that process.
+        winners: arrays for which only the chunks of one process count, with that process.
 
     Raises:
         CoverageError: two processes wrote different data for a chunk of another array.
     """
     listed = _ListedChunks(index, records, names, winners or {})
-    # Where an index occurs twice, NumPy keeps what is assigned last: the first process's.
+    # If an index occurs twice, NumPy keeps the last assignment: the first process's.
     chosen = np.full(chunk_grid.total_chunks(index.arrays), -1, np.int64)
     for kind in (BORROWED, COMPOSED, WHOLE):
         rows = np.flatnonzero(listed.kind == kind)[::-1]
         chosen[listed.where[rows]] = rows
     missing = chosen < 0
     contested = _contested(index, listed, chosen, assumed)
-    # A missing chunk gets what the last one has, at first.
+    # A missing chunk first gets the facts of the last one.
     table = np.zeros(len(chosen), digest_table.DTYPE)
     kinds, places = np.full(len(chosen), MISSING, np.uint8), np.zeros(len(chosen), PLACE_DTYPE)
     if len(listed.where):
@@ -159,7 +159,7 @@ def _borrowed(
 
 
 class _ListedChunks:
-    """The chunks of all records, one after the other; some perhaps twice.
+    """The chunks of all records in sequence; some perhaps twice.
 
     Arguments:
         index, records, names, winners: as for `merged_chunks`.
@@ -220,7 +220,7 @@ class _ListedChunks:
         """Fills in how and where a record's chunks are stored."""
 
         def numbered(table: Column) -> Column:
-            """Where values are, numbered after those of the records before."""
+            """The places of values, with file numbers after those of earlier records."""
             places = table[PLACE_NAMES].astype(PLACE_DTYPE)
             is_lent = places["file"] == ELSEWHERE
             places["offset"][is_lent] = bases[places["offset"][is_lent].astype(np.int64)]
@@ -264,7 +264,7 @@ class _RowNumbers:
         self._known: dict[int, tuple[Column, Column]] = {}
 
     def find_rows(self, names: Sequence[str], process: int, record: Record) -> Column:
-        """Those of a record's chunks. The boxes of all processes must come in the order of these.
+        """The rows of a record's chunks. Boxes must be passed in the order of the processes.
 
         Raises:
             CoverageError: there is no such chunk.
@@ -339,7 +339,7 @@ def requests(
     winners: Mapping[str, int] | None = None,
     written: Mapping[int, float] | None = None,
 ) -> Requests:
-    """For chunks that no process wrote: which processes hold them, and so have to write them.
+    """For chunks that no process wrote: the processes that hold them and have to write them.
 
     A plain tensor is assumed to be on all processes. If only some have it (pipeline stages), its
     planned writer may lack it, which is known only here, from the records of all processes.
@@ -377,7 +377,7 @@ def requests(
             for position in holes[low:high].tolist():
                 box, processes = part.chunk_box(position - first), having.get(name, [])
                 load: list[tuple[float, int]] = [(0, process) for process in processes]
-                # Spread over the processes that have it; but small arrays come from the first.
+                # Spread over the processes that have it, but small arrays come from the first.
                 if not chunk_owners.is_little(entry.nbytes):
                     so_far = sorted(((written or {}).get(p, 0), p) for p in processes)
                     load = loads.setdefault(tuple(processes), so_far)
@@ -388,7 +388,7 @@ def requests(
 
 
 def _holder(entry: ArrayEntry, box: Box, load: list[tuple[float, int]]) -> int:
-    """The process that holds a box, and has the least to write.
+    """The process that holds a box and has the least to write.
 
     Arguments:
         entry, box: of the array.

@@ -32,43 +32,42 @@ T = TypeVar("T")
 # `array` is the number of the array in the process's own description, `chunk` that of the chunk in
 # the array's parts, in order (for arrays with boxes instead of a layout: in this process's boxes).
 CHUNK_DTYPE = np.dtype([("array", "<u4"), ("chunk", "<u8"), ("digest", "<u8"), *PLACE_FIELDS])
-# Where what is added to a chunk is: `row` is the position of the chunk among those of the record,
-# `link` says which value of the chunk it is (`format.chunk_grid`).
+# The place of a value that is added to a chunk: `row` is the position of the chunk in the record,
+# `link` the position of the value in the chunk (`format.chunk_grid`).
 ADDITION_DTYPE = np.dtype([("row", "<u8"), ("link", "<u4"), *PLACE_FIELDS])
 ELSEWHERE = -2
-"""Instead of a file: the value is in a checkpoint beside this one; the offset says in which."""
+"""Instead of a file: the value is in a sibling checkpoint; the offset says in which."""
 # A fingerprint of an array that is assumed to be equal on all processes that have it.
 REPLICA_DTYPE = np.dtype([("array", "<u4"), ("fingerprint", "<u8")])
 _TABLES = CHUNK_DTYPE, ADDITION_DTYPE, REPLICA_DTYPE
 _SEAL_BYTES = 8
 PLACE_NAMES = [name for name, _ in PLACE_FIELDS]
 ValuePlace = tuple[int, int, int]
-"""Where a value is: the number of its file, offset and length; see `PLACE_DTYPE`."""
+"""The place of a value: the number of its file, offset and length; see `PLACE_DTYPE`."""
 
 
 @dataclass(frozen=True)
 class Record:
-    """What a process wrote.
+    """The record of a process's output.
 
     Arguments:
         description: xxh3-64 of the process's encoded description.
-        chunks: one element of `CHUNK_DTYPE` per chunk: also where it is; of one of several
-            values, where the full chunk is.
+        chunks: one element of `CHUNK_DTYPE` per chunk, with its place; for a chunk of several
+            values, the place of the full chunk.
         files: the paths of the files with values, below the process's folder.
-        inline: the values that are so small that they are in no file, joined.
+        inline: the values that are too small for a file, joined.
         boxes: for arrays that no layout describes, this process's boxes by array number.
-        blobs: per-process values by name: size in bytes, xxh3-64, bytes of the head, and where each
-            is.
-        described: where the description is; None if the coordinator need not read it.
+        blobs: per-process values by name: size in bytes, xxh3-64, bytes of the head, and place.
+        described: the place of the description; None if the coordinator need not read it.
         statistics: bytes and seconds, for the report.
         replaces: xxh3-64 of the root manifest that the process found, empty if it found none.
         replicas: one element of `REPLICA_DTYPE` for each array whose replication is assumed.
         checked: whether `replicas` cover every byte; else only a sample.
-        bases: the checkpoints beside this one from which values are borrowed.
+        bases: the sibling checkpoints from which values are borrowed.
         additions: one element of `ADDITION_DTYPE` for each value that is added to a chunk,
             ascending.
-        extra: what codecs say about arrays, by codec and array number (`codecs.Extra`).
-        notes: what features say about the save of this process, by their names.
+        extra: the codecs' notes about arrays, by codec and array number (`codecs.Extra`).
+        notes: the features' notes about the save of this process, by feature name.
         units: the step of each of its units, by key, if a save may leave some out.
     """
 
@@ -94,7 +93,7 @@ class Record:
         return replace(self, statistics={**self.statistics, **more})
 
     def encode(self) -> bytes:
-        """As msgpack, and the xxh3-64 of that."""
+        """The record as msgpack, and its xxh3-64."""
         body = msgspec.msgpack.encode(self, enc_hook=_as_bytes)
         return body + xxhash.xxh3_64_intdigest(body).to_bytes(_SEAL_BYTES, "little")
 
@@ -112,10 +111,10 @@ class Record:
         return record
 
     def _check(self) -> None:
-        """Checks that it refers only to what is there, below the process's folder.
+        """Checks that all references are valid and below the process's folder.
 
         Raises:
-            ValueError: it does not.
+            ValueError: one is not.
         """
         more = [place for _, _, _, place in self.blobs.values()]
         value_places = np.array([*more, *([self.described] if self.described else [])], PLACE_DTYPE)
@@ -165,7 +164,7 @@ Names = Sequence[Sequence[str]]
 
 
 def statistics_of(records: Records, more: Records) -> tuple[Mapping[str, float], ...]:
-    """The statistics of each process, with what it wrote later counted."""
+    """The statistics of each process, including its later writes."""
     statistics = [dict(record.statistics) for _, record in records]
     for process, record in more:
         for name, value in record.statistics.items():
@@ -200,7 +199,7 @@ class Notes:
         self._unwritten = b""
         self._polled = time.monotonic()
         self.settled = False
-        """Whether a process that gave up reported that no process can commit any more."""
+        """Whether a process that gave up reported that no process can commit."""
 
     # --- this process --------------------------------------------------------------------------
 
@@ -209,7 +208,7 @@ class Notes:
         self._notes.list().result()
 
     def was_used(self) -> bool:
-        """Whether this process, or the coordinator, has published anything here before."""
+        """Whether this process, or the coordinator, has already published anything here."""
         notes = _list(self._notes)
         if not notes.isdisjoint((_COMMIT, f"{_ERROR}{self._group.index:05d}")):
             return True
@@ -225,7 +224,7 @@ class Notes:
 
         Arguments:
             error: what happened.
-            settles: whether it is certain that no process can commit any more.
+            settles: whether it is certain that no process can commit.
             refused: whether this process did not start, because of an earlier error.
         """
         message = str(error) or type(error).__name__
@@ -240,7 +239,7 @@ class Notes:
                 self._unwritten = b""
 
     def leave(self, made: int) -> tuple[set[int], int]:
-        """Reports that this process, which gave up, neither writes nor reads here any more.
+        """Reports that this process, which gave up, no longer writes or reads here.
 
         Arguments:
             made: how many folders did not exist when this process started.
@@ -258,12 +257,12 @@ class Notes:
 
     @property
     def pause_s(self) -> float:
-        """The longest pause between two polls; the more processes, the less often each polls."""
+        """The longest pause between two polls; it grows with the number of processes."""
         count = self._group.count
         return max(1.0, count / 1000) if self._folder.is_remote else max(0.1, count / 4000)
 
     def poll_now_and_then(self) -> None:
-        """As `poll`, but not more often than all processes together should."""
+        """As `poll`, but limits the rate of all processes together."""
         if time.monotonic() - self._polled > self.pause_s:
             self.poll()
 
@@ -349,11 +348,11 @@ class Notes:
         return request.get(self._group.index, {})
 
     def announce(self, announcement: Announcement) -> None:
-        """Announces what is about to be committed."""
+        """Announces the commit that is about to happen."""
         self._notes.write(_COMMIT, msgspec.json.encode(announcement)).result()
 
     def announced(self) -> Announcement | None:
-        """What was announced; None if that is not visible yet, or cannot be decoded."""
+        """The announcement; None if it is not visible yet, or cannot be decoded."""
         return parse_note(self._notes.read(_COMMIT).result().value, Announcement)
 
     def clear_records(self) -> None:
@@ -374,14 +373,14 @@ class Totals:
 
     @classmethod
     def from_index(cls, index: Index) -> Totals:
-        """Those of an index."""
+        """The totals of an index."""
         nbytes = sum(nbytes_of(entry.shape, entry.dtype) for entry in index.arrays.values())
         return cls(len(index.arrays), nbytes)
 
 
 @dataclass(frozen=True)
 class Announcement:
-    """What the coordinator is about to commit.
+    """The commit that the coordinator is about to make.
 
     Arguments:
         root: the digest of the root's manifest.

@@ -1,4 +1,4 @@
-"""A process that is not the coordinator: it waits until process 0 has committed."""
+"""A participant is a process other than the coordinator: it waits until process 0 has committed."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ def wait_committed(attempt: Attempt, write_more: WriteMore) -> Totals:
     """Waits, in all processes but the coordinator, until the checkpoint exists.
 
     Arguments:
-        attempt: in which this process has published its record.
+        attempt: the attempt in which this process has published its record.
         write_more: writes more chunks, if the coordinator requests them.
 
     Raises:
         ProcessFailed: another process gave up.
         SaveTimeout: the coordinator neither committed nor gave up in time.
-        SaveConflict: another job committed at this path meanwhile.
+        SaveConflict: another job committed at this path.
     """
     try:
         totals = _wait(attempt, write_more)

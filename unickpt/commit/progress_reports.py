@@ -1,6 +1,6 @@
-"""What a process says of itself while a save is late: one small object, which it writes again.
+"""Progress reports of processes in a late save: one small object each, which is overwritten.
 
-It lies beside the records, because only the coordinator, and who watches a run, lists these often.
+It lies next to the records, because only the coordinator and a watcher of the run list these often.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ _Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 
 @dataclass(frozen=True)
 class Report:
-    """How far a process is.
+    """The progress of a process.
 
     Arguments:
         phase: one of `WORDS`.
-        seconds: since it was asked to save.
-        nbytes: logical bytes that it has written, or taken from an earlier checkpoint.
-        total: how many it has to.
+        seconds: since it was called to save.
+        nbytes: logical bytes that it has written, or reused from an earlier checkpoint.
+        total: the logical bytes of its part.
         processes: how many save together.
-        number: how many reports it has written before.
+        number: how many reports it has already written.
     """
 
     phase: _Phase
@@ -48,7 +48,7 @@ class Report:
 
     @property
     def words(self) -> str:
-        """What the process does."""
+        """The activity of the process."""
         return WORDS[self.phase]
 
     def encode(self) -> bytes:
@@ -56,18 +56,18 @@ class Report:
 
 
 def decode(data: bytes) -> Report | None:
-    """A stored report, which is untrusted; None if the bytes are not one, as those of a missing
-    object."""
+    """A stored report, which is untrusted; None if the bytes are not one, such as those of a
+    missing object."""
     return parse_note(data, Report)
 
 
 def name_of(process: int) -> str:
-    """The name of a process's report, beside the records."""
+    """The name of a process's report, next to the records."""
     return f"{process:05d}{_SUFFIX}"
 
 
 def read(records: KvStore, processes: Sequence[int]) -> dict[int, Report]:
-    """The reports of some processes, as far as there are any.
+    """The reports of the given processes that have one.
 
     Raises:
         Failed: the storage failed.
@@ -78,7 +78,7 @@ def read(records: KvStore, processes: Sequence[int]) -> dict[int, Report]:
 
 
 def padded(data: bytes, size: int) -> bytes:
-    """JSON of a size at which `reading` reads no more."""
+    """JSON padded to the size that `reading` reads."""
     assert len(data) <= size, "all that is in it is bounded"
     return data.ljust(size)
 
@@ -87,8 +87,8 @@ def reading(records: KvStore, name: str, size: int) -> Callable[[], bytes]:
     """Starts to read an object that `padded` made, and no more than that.
 
     Returns:
-        What waits for it; gives empty bytes if it is missing or shorter, and raises `Failed` if the
-        storage failed.
+        The function that waits for it; it returns empty bytes if the object is missing or shorter,
+        and raises `Failed` if the storage failed.
     """
     read = records.read(name, byte_range=slice(0, size))
 
@@ -103,7 +103,7 @@ def reading(records: KvStore, name: str, size: int) -> Callable[[], bytes]:
 
 
 def write(records: KvStore, process: int, report: Report) -> None:
-    """Writes a process's report over the one before.
+    """Overwrites a process's report.
 
     Raises:
         Failed: the storage failed.

@@ -1,4 +1,4 @@
-"""Replicas that are only assumed: a fingerprint of each, and what to do if they differ.
+"""Assumed replicas: a fingerprint of each, and the handling of differences.
 
 For a sharded array the framework says which processes hold replicas; for a plain array it does not.
 """
@@ -47,7 +47,7 @@ class ReplicaDifference:
 
 
 class Replicas:
-    """What all processes report about the replicas that are only assumed.
+    """The reports of all processes about assumed replicas.
 
     Arguments:
         records: of all processes.

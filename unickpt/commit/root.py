@@ -1,4 +1,4 @@
-"""The root database, which makes a checkpoint exist: built next to the old one, then put in place.
+"""The root database, which makes a checkpoint exist: built next to the old one, then installed.
 
 OCDBT writes an empty manifest before it commits, and a path with a manifest is a checkpoint. So the
 root's B-tree is built with its manifest in memory, and that manifest is then written atomically.
@@ -37,7 +37,7 @@ from unickpt.storage.locations import Location
 from unickpt.storage.ocdbt import MANIFEST
 
 _FILE_BYTES = 64 << 20
-"""About what a file with nodes has at most; two may be in memory."""
+"""The approximate limit of bytes in a file with nodes; two may be in memory."""
 
 
 @dataclass(frozen=True)
@@ -54,10 +54,10 @@ class State:
 
 
 class Root:
-    """The database at a checkpoint's path, as one that is replaced.
+    """The database at a checkpoint's path, for replacing it.
 
     Arguments:
-        database: it, with the context that all databases of a save share.
+        database: the database, with the context that all databases of a save share.
     """
 
     def __init__(self, database: Database) -> None:
@@ -74,8 +74,8 @@ class Root:
         """Writes a B-tree that refers to the values that processes wrote; it is not visible yet.
 
         Arguments:
-            folder: where its nodes go, relative to the path, ending with `/`; used only once. The
-                processes' folders are beside it.
+            folder: for its nodes, relative to the path, ending with `/`; used only once. The
+                processes' folders are next to it.
             index: of the checkpoint.
             chunks: all of its chunks.
             extra: additional values, by key.
@@ -93,7 +93,7 @@ class Root:
         paths += out.paths
         self._files = files = sorted(set(paths))
         numbers_by_path = {path: number for number, path in enumerate(files)}
-        # What is in no file of this checkpoint has a number below 0, which stays.
+        # Values in no file of this checkpoint have numbers below 0, which stay.
         numbers = np.array(
             [*(numbers_by_path[path] for path in paths), ELSEWHERE, builder.INLINE], np.int32
         )
@@ -120,10 +120,10 @@ class Root:
         """Puts a manifest in place; False if the current one is not the expected one.
 
         Arguments:
-            expected: what `read` returned.
+            expected: the result of `read`.
             manifest: from `build`.
             timeout_s: how long to wait for another process that does the same.
-            begun: called right before the write; earlier nothing can have been put in place.
+            begun: called right before the write; before that, nothing can have been put in place.
 
         Raises:
             StorageError: files to which it refers are gone; nothing has been put in place.
@@ -132,7 +132,7 @@ class Root:
             with locations.manifest_locked(self._location, timeout_s):
                 gone = locations.missing_files(self._location, self._files, self._database.context)
                 if gone and self.read() != expected:
-                    return False  # who committed removed them
+                    return False  # the process that committed removed them
                 if gone:
                     raise StorageError(
                         f"{self._location}: {len(gone)} files written for this checkpoint are gone "
@@ -155,7 +155,7 @@ class Root:
         return self.read().digest == digest_of(manifest)
 
     def retract(self, manifest: bytes, timeout_s: float) -> None:
-        """Removes what `replace` put in place, if it is still there.
+        """Removes the manifest that `replace` put in place, if it is still there.
 
         Arguments:
             manifest, timeout_s: as for `replace`.
@@ -168,10 +168,10 @@ class Root:
 
 
 def refuse_other_files(location: Location) -> None:
-    """Refuses a folder that holds what no save has written.
+    """Refuses a folder with files that no save has written.
 
     Raises:
-        CheckpointExists: names some of it.
+        CheckpointExists: names some of them.
     """
     foreign = location.foreign_files()
     if foreign:
@@ -182,11 +182,11 @@ def refuse_other_files(location: Location) -> None:
 
 
 def refuse_checkpoint(location: Location, context: ts.Context, *, overwrite: bool) -> None:
-    """Refuses to replace a checkpoint unless that is allowed, it has only what this program knows,
-    and no other one needs it.
+    """Refuses to replace a checkpoint unless that is allowed, this program knows all its features,
+    and no other checkpoint needs it.
 
     Raises:
-        UnsupportedFormat: names what is not known.
+        UnsupportedFormat: names the unknown features.
         CheckpointExists: says what to do.
     """
     if not overwrite:
@@ -234,7 +234,7 @@ class _DataFiles:
         self.paths = [f"{folder}0"]
 
     def place(self, data: bytes) -> DataReference:
-        """Writes bytes; returns where they will be."""
+        """Writes bytes; returns their future place."""
         if self._nbytes >= _FILE_BYTES:
             self._write()
             self.paths.append(f"{self._folder}{len(self.paths)}")
@@ -246,12 +246,12 @@ class _DataFiles:
     def place_all(
         self, values: Mapping[str, bytes], chunks: Chunks
     ) -> tuple[dict[str, ValuePlace], bytes]:
-        """Writes values; returns where each will be by its key, and all that nodes hold themselves:
-        what is small and used once.
+        """Writes values; returns the future place of each by its key, and the values that nodes
+        hold themselves: those that are small and used once.
 
         Arguments:
             values: by their keys.
-            chunks: after whose files and values these are numbered.
+            chunks: these are numbered after its files and values.
         """
         inline, nbytes = [chunks.inline], len(chunks.inline)
         placed: dict[bytes, ValuePlace] = {}  # arrays of one shape share their metadata
@@ -308,7 +308,7 @@ def runs(index: Index, chunks: Chunks, extra: Mapping[str, ValuePlace]) -> Itera
 
 
 def _grids(part: Part, entry: ArrayEntry, chunks: Chunks, rows: slice) -> Iterator[_ChunkEntries]:
-    """The chunks of a part, and the full chunks and additions of those of several values."""
+    """The chunks of a part, and the full chunk and additions of each chunk of several values."""
     kinds, places = chunks.kinds[rows], chunks.places[rows]
     yield _ChunkEntries(part, places, kinds == WHOLE)
     if entry.composed:
@@ -342,7 +342,7 @@ class _ChunkEntries:
 
     @property
     def prefix(self) -> bytes:
-        """Of the keys of these chunks, and of no other key."""
+        """The prefix of the keys of these chunks, and of no other key."""
         return join_key(self.part.key, "c").encode()
 
     def run(self, sort_keys: Callable[[tuple[int, ...]], _Order]) -> TreeEntries:
@@ -369,7 +369,7 @@ def _sort_keys(grid: tuple[int, ...]) -> _Order:
 def _ordered(
     keys: Sequence[bytes], places: Column, grids: Sequence[_ChunkEntries]
 ) -> Iterator[TreeEntries]:
-    """Entries, and between them those of grids, all in order."""
+    """Entries, merged in order with those of grids."""
     # The next part often has the same grid.
     start, sort_keys = 0, lru_cache(maxsize=1)(_sort_keys)
     for grid in sorted(grids, key=attrgetter("prefix")):

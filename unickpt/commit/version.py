@@ -1,4 +1,4 @@
-"""Versions: which commit a location holds, known by the digest of its manifest."""
+"""Versions: the commit that a location holds, identified by the digest of its manifest."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class Version:
     Arguments:
         manifest: its bytes.
         attempt: the name of the attempt that made it; empty if the manifest is damaged.
-        copied: the name of the version that this is a copy of, in other files and with its own
-            manifest; empty if it is no copy.
+        copied: the name of the original version, if this is a copy in other files with its own
+            manifest; else empty.
     """
 
     manifest: bytes
@@ -34,12 +34,12 @@ class Version:
 
     @cached_property
     def digest(self) -> str:
-        """Of its manifest."""
+        """The digest of its manifest."""
         return digest_of(self.manifest)
 
     @property
     def name(self) -> str:
-        """Equal for all copies of a version, in which files they may be."""
+        """The name, which all copies of a version share, in whichever files."""
         return self.copied or self.digest
 
 
@@ -54,7 +54,7 @@ def version_at(location: Location) -> Version | None:
 
 
 def version_of(manifest: bytes) -> Version:
-    """The version that a manifest is of."""
+    """The version of a manifest."""
     try:
         root_node = nodes.manifest(manifest).root
     except Failed:
@@ -64,7 +64,7 @@ def version_of(manifest: bytes) -> Version:
 
 
 def copied_folder(attempt: str, name: str) -> str:
-    """The folder for the B-tree of a copy in other files, ending with `/`, by which it is known.
+    """The folder for the B-tree of a copy in other files, ending with `/`; it identifies the copy.
 
     Arguments:
         attempt: that made the version.

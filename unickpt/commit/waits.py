@@ -1,7 +1,8 @@
-"""Who is waited for, by name and phase: logged while a save is late, and said when it fails.
+"""The awaited processes, by name and phase: logged while a save is late, named when it fails.
 
-The coordinator lists the records anyway. While it waits, it writes now and then who is late. The
-others read that one object; they look for themselves only if it is not there, or out of date.
+The coordinator lists the records anyway. While it waits, it writes from time to time which
+processes are late. The others read that one object; they list records themselves only if it is
+missing or out of date.
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ from unickpt.storage.kvstore import KvStore
 
 _log = logging.getLogger("unickpt")
 _FIRST_S = 30.0
-"""A process that waits for less than this says nothing."""
+"""A process that waits for less than this logs nothing."""
 _GROWTH, _LONGEST_S = 2.0, 600.0
 _LOOKS_PER_S = 100
-"""Of all processes of a job together, at most."""
+"""The most of all processes of a job together."""
 _NAMED = 8
 _LATE = "late"
 _BYTES = 1024
@@ -38,11 +39,11 @@ _BYTES = 1024
 
 @dataclass(frozen=True)
 class Late:
-    """The processes that are waited for.
+    """The awaited processes.
 
     Arguments:
         count: how many.
-        phases: what some of them do, in words.
+        phases: the activity of some of them, in words.
     """
 
     count: int
@@ -62,10 +63,10 @@ class Late:
 
 
 class Waits:
-    """Waits for other processes of an attempt, and says now and then for whom.
+    """Waits for other processes of an attempt, and logs from time to time for which ones.
 
     Arguments:
-        attempt: it.
+        attempt: the attempt.
     """
 
     def __init__(self, attempt: Attempt) -> None:
@@ -88,8 +89,8 @@ class Waits:
 
         Arguments:
             ready: whether the wait is over.
-            processes, kind: whose records of which kind are awaited.
-            late: for the coordinator, which of them `ready` has found missing.
+            processes, kind: the processes and the kind of their records.
+            late: for the coordinator, the processes whose records `ready` has found missing.
 
         Raises:
             ProcessFailed: another process gave up.
@@ -105,7 +106,7 @@ class Waits:
     def patiently(
         self, ready: Callable[[set[str]], bool], late: Sequence[int]
     ) -> Callable[[set[str]], bool]:
-        """`ready`, for `Notes.wait`, which also logs now and then who is waited for.
+        """`ready`, for `Notes.wait`, which also logs from time to time the awaited processes.
 
         Arguments:
             ready: whether the wait is over.
@@ -155,7 +156,7 @@ class Waits:
         )
 
     def describe(self, late: Sequence[int]) -> Late:
-        """What some processes do, whose records are missing.
+        """The activity of some processes whose records are missing.
 
         Raises:
             Failed: the storage failed.
@@ -167,7 +168,7 @@ class Waits:
         )
 
     def _coordinator(self) -> Late:
-        """What the coordinator does; if it waits, too, for whom."""
+        """The activity of the coordinator; if it waits, also for which processes."""
         names = {key.decode(errors="replace") for key in self._records.list().result()}
         if f"00000{OK}" not in names:
             return self.describe([0])
@@ -175,12 +176,12 @@ class Waits:
         return self.describe(late) if late else Late(1, {0: WORDS[COMMIT]})
 
     def _seen(self, process: int) -> str:
-        """What a process does that has not said so: by whether there are files of it."""
+        """The activity of a process that has not reported it, from whether it has files."""
         files = self._attempt.folder.child(f"{process:05d}").names(self._attempt.context)
         return WORDS[WRITE] if files else NOT_BEGUN
 
     def as_told(self) -> Late:
-        """As the coordinator says; what is seen without it, if it should have said more since.
+        """The coordinator's report; if that is out of date, what this process finds itself.
 
         Raises:
             Failed: the storage failed.

@@ -1,1 +1,1 @@
-"""What the core knows of frameworks: the adapters' protocol and registry, processes, leaves."""
+"""The core's view of frameworks: the adapters' protocol and registry, processes, leaves."""

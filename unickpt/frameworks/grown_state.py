@@ -1,4 +1,4 @@
-"""State that grew: what a load makes of the checkpoint for an object that was just created."""
+"""Grown state: extends the state of a fresh object to the members that the checkpoint has."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _DICTS, _SEQUENCES = ("dict", "ordereddict"), ("list", "tuple")
 def with_grown(state: Any, name: str, stored: StoredTree, make: MakeArray | None) -> Any:
     """The state of a fresh object, in which containers have the members that are stored.
 
-    An empty container, None and an array without elements become what is stored. Other lists,
-    tuples and nested dicts gain the stored members without arrays. The keys of the state itself
-    stay: they are the object's attributes, so a difference there is one of classes.
+    An empty container, None and an array without elements become their stored counterparts. Other
+    lists, tuples and nested dicts gain the stored members without arrays. The keys of the state
+    itself stay: they are the object's attributes, so a difference there is one of classes.
 
     Arguments:
-        state: what the object's `state_dict` returns.
+        state: the result of the object's `state_dict`.
         name: of the object in the tree.
         stored: the checkpoint.
         make: makes arrays; None if their framework is not known, so that none are made.

@@ -42,11 +42,11 @@ _WORTH_HUGE_PAGES = 4 << 20  # as NumPy does for its own arrays
 
 
 def prefer_huge_pages(array: Array) -> None:
-    """Asks Linux for huge pages in an array that is going to be filled.
+    """Requests huge pages from Linux for an array that is about to be filled.
 
-    The system gives memory when it is first written, by default 4 KiB at a time: that takes as long
-    as reading into it. NumPy asks for huge pages itself, so its own memory is left alone; torch
-    does not. Pages that were written before are not affected.
+    The system provides memory on the first write, by default 4 KiB at a time: that takes as long as
+    reading into it. NumPy requests huge pages itself, so its own memory is skipped; torch does not.
+    Pages that were already written are not affected.
     """
     if array.nbytes < _WORTH_HUGE_PAGES or not array.flags.c_contiguous:
         return
@@ -72,13 +72,13 @@ def _madvise() -> Any:
 
 
 class HostBuffers:
-    """Host memory that is reused: pages that were touched before cost half as much.
+    """Reused host memory: pages that were already touched cost half as much.
 
     Large buffers are allocated from the system directly, because the C library would keep them.
     Several threads may use it.
 
     Arguments:
-        most_bytes: how much to hold, in use or not; more only if more is in use.
+        most_bytes: the limit of held memory, in use or not; exceeded only by memory in use.
         allocate: allocates this many bytes; by default from the system.
     """
 
@@ -104,7 +104,7 @@ class HostBuffers:
             return buffer
 
     def give(self, buffer: Array) -> None:
-        """Takes back memory that nothing refers to any more."""
+        """Takes back memory that is no longer referenced."""
         if len(buffer) >= _SMALL:
             self._free.append(buffer)
 
@@ -123,7 +123,7 @@ class Scratch(threading.local):
         self._raw: Array = np.empty(0, np.uint8)
 
     def arrays(self, kinds: Sequence[tuple[tuple[int, ...], DType]]) -> list[Array]:
-        """Arrays of some shapes and dtypes, until this thread asks for others."""
+        """Arrays of some shapes and dtypes, valid until this thread requests others."""
         sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in kinds]
         begins = list(accumulate((-(-size // _ALIGN) * _ALIGN for size in sizes), initial=0))
         if self._raw.nbytes < begins[-1]:
@@ -145,7 +145,7 @@ def stage(
     """Contiguous host memory of a fragment's box, in native byte order; a view where possible.
 
     Arguments:
-        fragment: what holds the data.
+        fragment: holds the data.
         box: in global coordinates, within the fragment's.
         dtype: of the array.
         take: allocates this many bytes, if the data must be copied; see `HostBuffers`.
@@ -172,9 +172,10 @@ def stage(
     return make_buffer()
 
 
-# Of a node's memory, and of what of it is available. Machines with accelerators have two to four
-# times their memory, of which the state to save takes three quarters at most: a quarter holds all
-# of that. And never more than half of what is available, so that the rest of the program can grow.
+# Shares of a node's memory, and of its available memory. Machines with accelerators have two to
+# four times the accelerators' memory, and the state to save takes at most three quarters of the
+# latter, so a quarter holds all of it. And never more than half of the available memory, so that
+# the rest of the program can grow.
 _PART, _PART_AVAILABLE = 4, 2
 MOST_WORKING = 1 << 30
 """Bytes that one process's reading and writing can use; more does not make it faster."""
@@ -186,7 +187,7 @@ class MemoryBudget:
 
     Arguments:
         bytes: how many.
-        per: whose they are: the node's, whose processes share them, or each process's own.
+        per: the owner: the node, whose processes share them, or each process.
     """
 
     bytes: int
@@ -194,7 +195,7 @@ class MemoryBudget:
 
     @classmethod
     def from_option(cls, option: int | MemoryBudget | None) -> MemoryBudget:
-        """What an option asks for: a number is a node's; by default, each process has its own."""
+        """The budget of an option: a number is a node's; by default, each process has its own."""
         if option is None:
             return cls(MOST_WORKING, "process")
         return option if isinstance(option, MemoryBudget) else cls(int(option))
@@ -210,7 +211,7 @@ class MemoryBudget:
 
 
 def node_bytes() -> int:
-    """The default of what a node's processes stage, together: depends on what is available now."""
+    """The default staging budget of a node's processes together, from the available memory."""
     memory = node_memory()
     return min(memory.total // _PART, memory.available // _PART_AVAILABLE)
 
@@ -219,9 +220,9 @@ def share(requested: int | MemoryBudget | None, on_node: int, default: int | Non
     """One process's share of a node's budget, in bytes, at least 1.
 
     Arguments:
-        requested: what an option says.
+        requested: the value of the option.
         on_node: how many processes share the node.
-        default: the node's default; if None, what reading and writing can use of a fixed part.
+        default: the node's default; if None, a fixed part, up to what reading and writing can use.
     """
     if requested is not None or default is not None:
         return MemoryBudget.from_option(default if requested is None else requested).share(on_node)
@@ -300,8 +301,8 @@ def check_number(name: str, value: object) -> None:
 # --- the memory of this node --------------------------------------------------------------------
 
 _CGROUP = Path("sys/fs/cgroup")
-# Of version 2 and of version 1: limits, what is in use, and of that the pages of files, which the
-# kernel takes back when it needs them (those of files in memory do not count among them).
+# Of version 2 and of version 1: the limits, the use, and the file pages in it, which the kernel
+# reclaims when it needs them (pages of files in memory do not count among them).
 _V2 = ["memory.max", "memory.high"], "memory.current", ["active_file", "inactive_file"]
 _V1 = (
     ["memory.limit_in_bytes"],
@@ -316,7 +317,7 @@ class NodeMemory(NamedTuple):
     Arguments:
         total: bytes that they may use together: of the machine, or less in a container.
         available: bytes of it that are free, or would be taken from caches.
-        name: of the machine and of what limits it, the same for all processes that share it.
+        name: of the machine and of its limit, the same for all processes that share it.
     """
 
     total: int
@@ -363,7 +364,7 @@ def _limits(root: Path) -> Iterator[tuple[Path, int, int]]:
             mount, (limits, used, cached) = root / _CGROUP / "memory", _V1
         else:
             continue
-        # Within a container, the path may be that of the machine, where only the mount is seen.
+        # Within a container, the path may be that of the machine, but only the mount is visible.
         for folder in (mount / path.strip("/"), *Path(path.strip("/")).parents):
             group = mount / folder
             bounds = [int(text) for name in limits if (text := _text(group / name)).isdigit()]
@@ -388,7 +389,7 @@ def _text(path: Path) -> str:
 
 
 def processes_here(group: Group | None) -> int:
-    """How many processes share the memory of this node; at most, if that is not known exactly.
+    """How many processes share the memory of this node; an upper bound if not known exactly.
 
     Arguments:
         group: the job, if the options name one.

@@ -1,4 +1,4 @@
-"""Leaves: what an adapter of a framework describes, and `PerProcess` and `LocalFragments`."""
+"""Leaves: objects that a framework's adapter describes, and `PerProcess` and `LocalFragments`."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ def job_group(group: Group | None = None, timeout_s: float | None = None) -> Gro
 
     Arguments:
         group: such as `LoadOptions.group`.
-        timeout_s: how long they wait for each other, such as `LoadOptions.timeout_s`; None for as
-            long as they do by themselves.
+        timeout_s: how long they wait for each other, such as `LoadOptions.timeout_s`; None for
+            their own limit.
 
     Raises:
         ValueError: two frameworks each report a job.
@@ -64,7 +64,7 @@ def job_group(group: Group | None = None, timeout_s: float | None = None) -> Gro
 
 
 def adapter_named(framework: str) -> Adapter:
-    """The adapter of a framework, which is imported.
+    """Imports and returns the adapter of a framework.
 
     Raises:
         ValueError: there is none of this name.
@@ -90,13 +90,13 @@ def is_array(value: Any) -> bool:
 
 @dataclass(frozen=True)
 class ArrayFacts:
-    """What an adapter says of all arrays of its framework.
+    """The facts of an adapter about all arrays of its framework.
 
     Arguments:
         adapter: of the framework.
         numbers: the arrays' numbers among the leaves.
         facts: see `Adapter.facts`.
-        first: for each, which is the first with the same key; None if all keys differ.
+        first: for each, the first with the same key; None if all keys differ.
     """
 
     adapter: Adapter
@@ -128,12 +128,12 @@ def by_type(find: Callable[[Any], T]) -> Callable[[Any], T]:
 
 
 def varying(kind: type, adapters: Sequence[Adapter]) -> Adapter | None:
-    """The adapter that takes some objects of a type for arrays, and others for containers."""
+    """The adapter that treats some objects of a type as arrays, and others as containers."""
     return next((adapter for adapter in adapters if adapter.varies and adapter.varies(kind)), None)
 
 
 def leaf_test(adapters: Sequence[Adapter]) -> Callable[[Any], bool]:
-    """`is_leaf` for the many objects of a tree; what a type alone decides is cached."""
+    """`is_leaf` for the many objects of a tree; caches decisions that depend only on the type."""
     answers: dict[type, bool | Callable[[Any], bool]] = dict.fromkeys(tree_json.PLAIN_TYPES, True)
     answers |= dict.fromkeys(_CONTAINERS, False)
 
@@ -186,7 +186,7 @@ def expand(
 
 
 def _array_maker(state: Any, adapters: Sequence[Adapter]) -> MakeArray | None:
-    """Makes arrays of the framework whose arrays are in a state; None if none are."""
+    """A function that makes arrays of the framework whose arrays a state has; None without any."""
     from unickpt.frameworks.grown_state import first_array
 
     array = first_array(state, lambda value: adapter_of(value, adapters) is not None)
@@ -197,12 +197,12 @@ def _array_maker(state: Any, adapters: Sequence[Adapter]) -> MakeArray | None:
 def flatten_state(
     state: Any, is_end: Callable[[Any], bool] = lambda obj: False
 ) -> tree.Node | tree.Leaf:
-    """The structure of a tree as a save sees it: its containers and the states of its objects,
-    which are asked for them, down to arrays and plain values.
+    """The structure of a tree as a save sees it: its containers and the states of its objects, down
+    to arrays and plain values. Calls `state_dict` of the objects.
 
     Arguments:
         state: the tree.
-        is_end: which objects are not taken apart; arrays and plain values never are.
+        is_end: which objects are not expanded; arrays and plain values never are.
 
     Raises:
         UnsupportedLeaf: an object of it has no place in a tree; names it.
@@ -231,7 +231,7 @@ class PerProcess:
 
     Arguments:
         value: any nesting of containers, plain values and host arrays. In `like`, its arrays are
-            the ones to load into; with None, arrays are returned as NumPy arrays.
+            the destinations; with None, arrays are returned as NumPy arrays.
         redistribute: in `like`, called on every process if their number has changed, with the
             values of all processes that saved (arrays as NumPy arrays), the index of this process
             and the current number of processes; returns this process's value.
@@ -251,12 +251,12 @@ class PerProcess:
 class Sections:
     """A value for `PerProcess` in sections; a process that loads reads those it needs.
 
-    With one in `like`, `redistribute` is called for the same number of processes too, and gets for
-    each process that saved a `Sections`, or None for one that saved none of its own. Facts are read
-    at once, a section on request.
+    With one in `like`, `redistribute` is called even if the number of processes is the same. It
+    gets a `Sections` for each process that saved, or None for one that saved none of its own. Facts
+    are read at once, a section on request.
 
     Arguments:
-        facts: what is known of a value without reading its sections: a dict that JSON holds.
+        facts: facts about a value that need no section to be read: a dict of JSON values.
         values: the sections, by their keys: each any nesting of containers, plain values and host
             arrays.
 
@@ -269,12 +269,12 @@ class Sections:
 
 
 NOTHING = Sections({}, {})
-"""Of a process that saves nothing of its own, as another one has the same."""
+"""The value of a process that saves none of its own, because another one has the same."""
 
 
 @dataclass(frozen=True)
 class PerProcessValues:
-    """What `load` without `like` returns for a `PerProcess` leaf: the value of every process."""
+    """The result of `load` without `like` for a `PerProcess` leaf: the value of every process."""
 
     values: tuple[Any, ...]
 
@@ -305,8 +305,8 @@ class Described(ABC):
 
 
 class SavedOnly:
-    """An object whose state is made within the save, so that it fails on all processes if it fails
-    on one; subclasses have `state_dict`."""
+    """An object whose state is created within the save, so that a failure on one process fails the
+    save on all; subclasses have `state_dict`."""
 
     def load_state_dict(self, state: object) -> None:
         raise NotImplementedError("it is only saved")
@@ -486,7 +486,7 @@ def placed(fragment: Fragment, box: Box, replicas: tuple[int, ...]) -> Fragment:
 
     Arguments:
         fragment: the whole array.
-        box: where it is in the larger one.
+        box: its place in the larger one.
         replicas: the processes that hold it.
     """
     read, memory = _shifted(fragment.read, box), _shifted_memory(fragment.memory, box)

@@ -1,7 +1,7 @@
-"""Members: which processes of a framework's job a group consists of, and what messages call them.
+"""Members: the processes of a framework's job in a group, and their names in messages.
 
-In a group that is only a part of a job (an actor beside a critic), a process has an index in the
-group, by which everything is stored, and a number in the job, which is what its user knows.
+In a group that is only a part of a job (an actor next to a critic), a process has an index in the
+group, by which everything is stored, and a number in the job, which its user knows.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ class Members:
     """The processes of a group that are only some of a framework's job.
 
     Arguments:
-        numbers: what the job calls them, in the order of the group.
+        numbers: their numbers in the job, in the order of the group.
         job_count: how many processes the job has.
-        kind: what the job calls one: "rank" or "process".
+        kind: the job's word for a process: "rank" or "process".
         job: the name of the job.
     """
 
@@ -45,7 +45,7 @@ class Members:
 
         Arguments:
             what: the array.
-            processes: as the job counts them.
+            processes: their numbers in the job.
 
         Raises:
             TypeError: some are not; says what to do.
@@ -61,7 +61,7 @@ class Members:
             )
 
     def mesh(self, mesh: Mesh) -> Mesh:
-        """A mesh of processes of the group, which it then counts by their index in the group."""
+        """A mesh of processes of the group, numbered by their index in the group."""
         return replace(mesh, processes=tuple(self.positions[p] for p in mesh.processes))
 
 
@@ -87,7 +87,7 @@ def _called(kind: str, numbers: Sequence[int]) -> str:
 
 
 def legend(members: Members | None) -> str:
-    """What the processes are that a message calls by their index; empty for a whole job."""
+    """Text that explains the process indices in a message; empty for a whole job."""
     if members is None:
         return ""
     return f" (the processes of this group are, in order, {members})"

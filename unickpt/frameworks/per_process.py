@@ -1,7 +1,7 @@
 """`PerProcess` values as self-describing bytes: a tree, its plain values and its arrays.
 
-Small ones are JSON. With much data, and for `Sections`, what
-is large is kept in binary (`frameworks.sections`).
+Small values are JSON. With much data, and for `Sections`, large parts are kept in binary
+(`frameworks.sections`).
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ if TYPE_CHECKING:
     from unickpt.frameworks.sections import StoredValue
 
 _BINARY_LEAST = 16 << 10
-"""Bytes from which on arrays are kept in binary. Below, as the states of random generators are, all
-is JSON, and readers that know no binary values can open the checkpoint."""
+"""The size in bytes from which arrays are kept in binary. Below it, as for the states of random
+generators, all is JSON, and readers that know no binary values can open the checkpoint."""
 _LONG = 1 << 12
 _INTS = (np.uint8, np.int16, np.uint16, np.int32, np.int64)
 _INT64 = 1 << 63
@@ -51,10 +51,10 @@ _UNREADABLE = RecursionError, UnicodeError, msgspec.DecodeError
 
 
 class _StoredArray(msgspec.Struct, frozen=True, omit_defaults=True, rename={"form": "as"}):
-    """What the JSON of a value says of an array: its elements, or at which byte they are.
+    """The JSON facts of an array in a value: its elements, or the byte at which they are.
 
     Arguments:
-        form: what it was, if not an array of NumPy: a "list", "bytes", or a tensor of "torch".
+        form: its original type, if no NumPy array: a "list", "bytes", or a tensor of "torch".
     """
 
     dtype: str
@@ -125,12 +125,12 @@ def _facts(facts: Mapping[str, Any]) -> Mapping[str, Any]:
 
 @dataclass(frozen=True)
 class _ValuePart:
-    """The tree of a value or a section, taken apart.
+    """The tree of a value or a section, split into its parts.
 
     Arguments:
         tree: its JSON.
         plain: its plain values, as JSON.
-        arrays: what is known of its arrays, long lists of numbers and long bytes, as JSON.
+        arrays: the facts of its arrays, long lists of numbers and long bytes, as JSON.
         data: the elements of these.
     """
 
@@ -173,7 +173,7 @@ class _ValuePart:
 
     @property
     def nbytes(self) -> int:
-        """Of what is not plain."""
+        """The bytes of all that is not plain."""
         return sum(len(piece) for pieces in self.data.values() for piece in pieces)
 
     def json(self) -> bytes:
@@ -201,7 +201,7 @@ class _ValuePart:
 
 
 def _is_as_stored(value: Any) -> bool:
-    """Whether a value is an array of NumPy whose memory is what is stored; a loader may have
+    """Whether a value is a NumPy array whose memory is stored unchanged; a loader may have
     thousands of them."""
     if type(value) is not np.ndarray:
         return False
@@ -210,7 +210,7 @@ def _is_as_stored(value: Any) -> bool:
 
 
 def _on_host(leaf: tree.Leaf, adapter: Adapter, group: Group) -> tuple[Array, _StoredArray]:
-    """The elements of an array, and what else is said of it."""
+    """The elements of an array, and its other facts."""
     source = adapter.source(leaf.value, group)
     whole, dtype = Box.whole(source.shape), source.dtype.newbyteorder("=")
     if source.fragments and source.fragments[0].box != whole:
@@ -245,9 +245,9 @@ def decode(stored: StoredValue, where: str, like: Any, adapters: Sequence[Adapte
     """The inverse of `encode`; arrays are returned as those of `like`, or as NumPy arrays.
 
     Arguments:
-        stored: what `encode` returned; untrusted.
+        stored: the result of `encode`; untrusted.
         where: the checkpoint and the leaf, for messages.
-        like: what to load; None for what is stored.
+        like: the requested value; None for the stored one.
         adapters: the adapters.
 
     Returns:
@@ -282,7 +282,7 @@ def decode(stored: StoredValue, where: str, like: Any, adapters: Sequence[Adapte
 
 
 def _decode_value(text: bytes, data: memoryview, like: Any, adapters: Sequence[Adapter]) -> Any:
-    """A value, or a section, of its JSON and its elements."""
+    """A value, or a section, from its JSON and its elements."""
     root, values, about = _decode(text, data)
     if like is None:
         values |= {n: _as_said(values[n], facts, adapters) for n, facts in about.items()}
@@ -302,7 +302,7 @@ def _decode_value(text: bytes, data: memoryview, like: Any, adapters: Sequence[A
 
 
 def _as_said(value: Any, about: _StoredArray, adapters: Sequence[Adapter]) -> Any:
-    """An array as what it was: a list, bytes, or (if torch is imported) a tensor."""
+    """An array in its original type: a list, bytes, or (if torch is imported) a tensor."""
     match about.form:
         case "list":
             return value.tolist()
@@ -340,7 +340,7 @@ def _fitted(
 def _decode(
     text: bytes, data: memoryview
 ) -> tuple[tree.Node | tree.Leaf, dict[str, Any], dict[str, _StoredArray]]:
-    """The tree, its leaves by name, and what is said of those that are arrays."""
+    """The tree, its leaves by name, and the facts of those that are arrays."""
     try:
         body = _BODY.decode(text)
         root = tree_json.from_json(body.tree)
@@ -377,7 +377,7 @@ def _shown(shape: tuple[int, ...], dtype: dtypes.DType, prng: str | None) -> str
 
 
 def _array(name: str, text: msgspec.Raw, data: memoryview) -> tuple[_StoredArray, Array]:
-    """What is said of an array, and its elements, which are in the text or in the data."""
+    """The facts of an array, and its elements, which are in the text or in the data."""
     try:
         about = _ARRAY.decode(text)
         dtype = dtypes.from_name(about.dtype)
@@ -414,7 +414,7 @@ def _plain_as_asked(template: Any, value: Any) -> Any:
 
 
 def _list_as_requested(template: Any, value: Any) -> Any:
-    """A long list of numbers of one type, where another one is asked for."""
+    """A long list of numbers of one type, where another one is requested."""
     stored, requested = (
         f"a list of {len(x)} {type(x[0]).__name__}s" if isinstance(x, list) else type(x).__name__
         for x in (value, template)

@@ -1,4 +1,4 @@
-"""The processes of a job, as a framework or a user says, and what they agree on."""
+"""The processes of a job, as reported by a framework or a user, and their agreements."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _LAUNCHED = (
     ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
     ("SLURM_PROCID", "SLURM_NTASKS"),
 )
-_OF_SLURM_JOB = "SLURM_NTASKS"  # which the job's script has, too, with the index 0
+_OF_SLURM_JOB = "SLURM_NTASKS"  # also set in the job's script, with the index 0
 
 
 class Group(Protocol):
@@ -106,9 +106,9 @@ LOAD = JointCall("LoadOptions.timeout_s", "call load in the same way, and one ma
 
 
 class BoundedGroup(ABC):
-    """A group whose waiting has a time limit, such as those of the adapters.
+    """A group with a time limit on waiting, such as those of the adapters.
 
-    User-defined groups need not be one; unickpt cannot limit how long those wait.
+    User-defined groups need not have one; unickpt cannot limit how long they wait.
     """
 
     index: int
@@ -122,11 +122,11 @@ class BoundedGroup(ABC):
 
     @property
     def session(self) -> JobSession | None:
-        """What its processes have agreed on, since the first save."""
+        """The agreements of its processes, from the first save on."""
         return None
 
     def on_node(self) -> int:
-        """How many processes share the memory of this node; at most, before that is known."""
+        """How many processes share the memory of this node; an upper bound until it is known."""
         nodes = None if self.session is None else self.session.nodes
         return self.count if nodes is None else nodes.at_most()
 
@@ -147,7 +147,7 @@ def loaded_together(group: Group, where: str) -> Iterator[None]:
 
     Arguments:
         group: its ranks.
-        where: what is loaded, for the error.
+        where: the checkpoint, for the error.
 
     Raises:
         ProcessFailed: it failed on another rank, whose own error says why.
@@ -188,8 +188,8 @@ class ProcessGroup:
         exchange: sends a part of each process's bytes to each process, as MPI's `Alltoallv`; see
             `Group.exchange`. Needed only for `LoadOptions(exchange=True)`, and to merge by SLERP,
             TIES or a search.
-        local_count: how many of the processes are on this node, among which `budget_bytes` is
-            divided; by default what torchrun says, else all of them.
+        local_count: how many of the processes are on this node and share `budget_bytes`; by default
+            as torchrun says, else all of them.
 
     Example:
         >>> group = ProcessGroup(0, 4, session="job-8231-restart-2")
@@ -257,8 +257,8 @@ def new_session() -> str:
 
 
 def alone() -> ProcessGroup:
-    """A job of one process. Each has its own session: what one failed to write, or to remove, the
-    next does not take for its own."""
+    """A job of one process. Each has its own session, so that it never mistakes the leftovers of an
+    earlier one for its own."""
     return ProcessGroup(0, 1, new_session())
 
 
@@ -285,21 +285,21 @@ class Counters(Protocol):
     """The key-value store of a job."""
 
     def add(self, key: str, amount: int) -> int:
-        """Adds to a counter, which begins at 0; returns what it is then."""
+        """Adds to a counter, which begins at 0; returns its new value."""
 
     def announce(self, key: str) -> None:
         """Ends `wait` on all processes."""
 
     def wait(self, key: str, seconds: float) -> None:
-        """Waits until a key is announced, at most so long; raises nothing."""
+        """Waits until a key is announced, or until the timeout; raises nothing."""
 
 
 def launched_on_node(count: int | None = None) -> int | None:
     """How many processes the launcher started on this node, as torchrun and MPI say.
 
     Arguments:
-        count: number of processes of the job; of one that is alone among those of the launcher, 1;
-            None for any.
+        count: number of processes of the job; 1 for a process that is alone among those of the
+            launcher; None for any.
 
     Returns:
         None if that is not known, or if it is said of another job.
@@ -323,7 +323,7 @@ class NodeCount:
     Arguments:
         counters: the store.
         count: number of processes of the job.
-        session: a name that the job has used for nothing else.
+        session: a name that the job uses for nothing else.
         node: the name of this node.
     """
 
@@ -348,7 +348,7 @@ class NodeCount:
             return self._exact
         try:
             arrived = self._counters.add(self._all, 0)
-            # In this order: who arrives meanwhile counts twice rather than never.
+            # In this order: a process that arrives meanwhile counts twice rather than never.
             local_count = self._counters.add(self._here, 0)
         except RuntimeError:  # the store ended with the process that had it
             return self._count
@@ -358,7 +358,7 @@ class NodeCount:
 
 
 def launched_together(group: Group | None) -> int:
-    """How many processes of a group the launcher started on this node; 1 if that is not known.
+    """How many processes of a group the launcher started on this node; 1 if unknown.
 
     Arguments:
         group: the processes; None for those of the launcher.
@@ -367,7 +367,7 @@ def launched_together(group: Group | None) -> int:
     if group is None or members is None:
         return launched_on_node() or 1
     local, first = _number("LOCAL_WORLD_SIZE"), _number("RANK") - _number("LOCAL_RANK")
-    # As torchrun does, which numbers the processes of a node one after the other.
+    # As torchrun numbers them: the processes of a node have consecutive numbers.
     has_ranks = {"RANK", "LOCAL_RANK"} <= os.environ.keys()
     rank_and_world = _number("RANK"), _number("WORLD_SIZE")
     if not has_ranks or rank_and_world != (members.numbers[group.index], members.job_count):
@@ -376,7 +376,7 @@ def launched_together(group: Group | None) -> int:
 
 
 def processes_on_node(group: Group) -> int:
-    """How many processes share the memory of this node; at most, if that is not known exactly."""
+    """How many processes share the memory of this node; an upper bound if not known exactly."""
     launched = launched_on_node(_job_count(group))
     if launched is not None:
         return launched
@@ -393,10 +393,10 @@ def _job_count(group: Group) -> int:
 
 @dataclass
 class JobSession:
-    """What the processes of a job have agreed on before their first save.
+    """The agreements of a job's processes before their first save.
 
     Arguments:
-        name: that the job has used for nothing else.
+        name: a name that the job uses for nothing else.
         nodes: counts the processes on this node; None if the launcher says how many there are, or
             if they cannot be counted.
     """
@@ -409,7 +409,7 @@ class JobSession:
     def begin(
         cls, name: str, group: Group, counters: Counters | None, node: Callable[[], str]
     ) -> JobSession:
-        """Begins a session, which all processes of a group do at once.
+        """Begins a session; called by all processes of a group at once.
 
         Arguments:
             name: as for the class.
@@ -431,7 +431,7 @@ class JobSession:
 
 
 class Framework(Protocol):
-    """What of an adapter says which job this process belongs to."""
+    """The part of an adapter that reports the job of this process."""
 
     @property
     def group(self) -> Callable[[], Group | None] | None: ...
@@ -471,7 +471,7 @@ def current_group(adapters: Sequence[Framework]) -> Group:
 
 
 def _one_of(groups: Sequence[Group]) -> Group:
-    """The only group, or that of a process alone; raises as `current_group`."""
+    """The only group, or that of a single process; raises as `current_group`."""
     if len(groups) > 1:
         raise ValueError(
             "jax.distributed and torch.distributed are both initialised; say which processes save "
@@ -481,7 +481,7 @@ def _one_of(groups: Sequence[Group]) -> Group:
 
 
 def saving_group(adapters: Sequence[Framework]) -> Group:
-    """As `current_group`, for a save: warns if the processes of a job would save apart."""
+    """As `current_group`, for a save: warns if the processes of a job would save separately."""
     global _apart
     groups = jobs_of(adapters)
     _apart = "" if groups else _launched_apart()
@@ -504,7 +504,7 @@ def _warn_once(text: str) -> None:
 
 
 def _launched_apart() -> str:
-    """Says that a process which a launcher started with others belongs to no job; else empty."""
+    """Text for a process that a launcher started with others but that is in no job; else empty."""
     for index, count in _LAUNCHED:
         is_script = count == _OF_SLURM_JOB and _number(index) == 0
         if index in os.environ and _number(count) > 1 and not is_script:
@@ -533,6 +533,6 @@ def _apart_text(index: str, count: str) -> str:
 
 
 def jobs_of(adapters: Sequence[Framework]) -> list[Group]:
-    """The jobs of this process, one by framework that has begun one."""
+    """The jobs of this process, one for each framework that has begun one."""
     group_getters = [adapter.group for adapter in adapters if adapter.group is not None]
     return [group for get_group in group_getters if (group := get_group()) is not None]

@@ -36,14 +36,14 @@ class Memory:
     Arguments:
         mutable: whether its owner may write to it; immutable memory may still be deleted.
         on_device: whether it is on an accelerator, so that reading it already makes a copy.
-        keep: keeps the data as it is now, without host memory (references to immutable data, or a
-            clone on the device), and returns a function that reads it; None if that is impossible.
+        keep: keeps the current data without host memory (references to immutable data, or a clone
+            on the device), and returns a function that reads it; None if that is impossible.
             Raises `MemoryError` if the device has no room.
         changed: whether the data was changed or deleted since it was described; None if that
             cannot be known.
         owner: the key by which a `Fence` identifies it.
         allocate: allocates this many bytes of host memory, for fast transfers from this device.
-        spans: the host address ranges that it lies in, as (begin, end); None on a device.
+        spans: its host address ranges, as (begin, end); None on a device.
         transfer: has the device copy disjoint boxes to host memory, without waiting for it; None
             is returned if there is no room. None itself if that is impossible.
     """
@@ -58,7 +58,7 @@ class Memory:
     transfer: Callable[[Sequence[Box]], Transfer | None] | None = None
 
     def watched(self, changed: Callable[[], bool] | None) -> Memory:
-        """What is read instead of this memory, with another way to detect changes."""
+        """The memory to read instead of this one, with another way to detect changes."""
         return Memory(
             self.mutable, self.on_device, self.keep, changed, self.owner, self.allocate, self.spans
         )
@@ -70,8 +70,8 @@ class Transfer(NamedTuple):
     Arguments:
         read: reads one of the boxes; waits until it is there.
         wait: waits until all are there. None if the owner may change the array at once.
-        go_first: has what this thread asks of the device from now on wait for them. After that,
-            the owner may have the device change the array. None if `wait` is.
+        go_first: makes later device work of this thread wait for them. After that, the owner may
+            have the device change the array. None if `wait` is None.
     """
 
     read: Read
@@ -181,7 +181,7 @@ class Fence(Protocol):
 
 
 class StoredTree(Mapping[str, Any]):
-    """What a load finds in a checkpoint: arrays and plain values by name, and their containers.
+    """The contents of a checkpoint for a load: arrays and plain values by name, and containers.
 
     Arguments:
         leaves: by name.
@@ -207,7 +207,7 @@ class StoredTree(Mapping[str, Any]):
         return StoredTree(leaves, self._node)
 
     def find(self, name: str) -> tree.Node | tree.Leaf | None:
-        """What is stored under a name, without wrappers; None if that is not known."""
+        """The stored leaf of a name, without wrappers; None if unknown."""
         return tree.unwrapped(tree.find(self._node(), name))
 
 
@@ -219,8 +219,8 @@ class Adapter(Protocol):
 
     @property
     def varies(self) -> Callable[[type], bool] | None:
-        """Returns whether of a type some objects are arrays, and others containers that `expand`
-        takes; of all other types, an object is an array if another one is. None if of all."""
+        """Returns whether a type has both arrays and containers, which `expand` takes, among its
+        objects; for any other type, all objects are arrays or none. None if no type has both."""
 
     def source(self, leaf: Any, group: Group) -> ArraySource:
         """Describes an array to save.
@@ -230,16 +230,16 @@ class Adapter(Protocol):
         """
 
     def facts(self, leaves: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Hashable]]:
-        """What `source` says of leaves, in little time: a save asks for it while its caller waits.
+        """The facts of `source` about leaves, quickly: a save needs them while its caller waits.
 
         Returns:
-            What `source` says of them but for their `identity` and their memory's addresses: where
-            this is equal, that is, too; and for each leaf a key, of which two are equal if `source`
-            gives both leaves the same `identity`, or could. Both are only compared: the first with
-            what another call returns, the keys with each other.
+            A value that stands for the results of `source`, except `identity` and addresses of
+            memory: equal values mean equal results; and for each leaf a key: the keys of two leaves
+            are equal if `source` gives both the same `identity`, or could. Both are only compared:
+            the value with that of another call, the keys with each other.
 
         Raises:
-            Exception: `source` has to look at them.
+            Exception: only `source` itself can describe them.
         """
 
     def copier(self, out: Sequence[Array]) -> Callable[[Sequence[Any], Sequence[int] | None], None]:
@@ -247,17 +247,16 @@ class Adapter(Protocol):
         dtype, in native byte order: into all, or into those of these numbers."""
 
     def readers(self, leaves: Sequence[Any]) -> list[Read]:
-        """Functions that read leaves where they are, all whole or immutable and in the memory of
-        the host, and unchanged until the save has ended; what `facts` says of them is known."""
+        """Functions that read leaves in place. All are whole or immutable, in host memory, and
+        unchanged until the save has ended; their `facts` are known."""
 
     def tokens(self, leaves: Sequence[Any]) -> Sequence[Hashable]:
-        """What proves that arrays have not changed since an earlier call.
+        """Values that prove that arrays have not changed since an earlier call.
 
         Returns:
-            For each array a value that is equal to an earlier one only if what this process holds
-            of the array is equal to what it held then: a digest of the content, which the
-            accelerator computes. None if the array lies in the memory of the host, where a save
-            hashes it anyway, or cannot be hashed.
+            For each array a digest of its content in this process, computed by the accelerator: it
+            equals an earlier one only if the content is equal. None if the array lies in host
+            memory, where a save hashes it anyway, or cannot be hashed.
         """
 
     def target(self, leaf: Any) -> ArrayTarget:
@@ -268,8 +267,8 @@ class Adapter(Protocol):
 
         Arguments:
             entry: of the stored array.
-            example: an array on whose device it is to be. None for the default device; the
-                array may be abstract then.
+            example: an array whose device it shall have. None for the default device; the array may
+                be abstract then.
         """
 
     def expand(self, obj: Any, name: str, stored: StoredTree | None) -> Expansion | None:
@@ -279,7 +278,7 @@ class Adapter(Protocol):
             obj: an object that is neither a leaf nor a builtin container; also an array that is
                 stored as its parts.
             name: its name in the tree.
-            stored: while loading, what is stored; else None.
+            stored: while loading, the contents of the checkpoint; else None.
         """
 
     @property
@@ -296,7 +295,7 @@ class Adapter(Protocol):
         """
 
     def fence(self, optimizer: Any, wait: Callable[[], None]) -> Fence | None:
-        """Calls `wait` before every step of an optimizer; None if it is of another framework."""
+        """Calls `wait` before each step of an optimizer; None if it is another framework's."""
 
 
 def whole_source(
@@ -316,6 +315,6 @@ def whole_source(
 
 @lru_cache(maxsize=4096)
 def _held_whole(shape: tuple[int, ...], processes: int) -> tuple[Box, tuple[int, ...], Layout]:
-    """The box of an array, all processes, and the layout that says that each holds it."""
+    """The box of an array, all processes, and the layout by which each holds it."""
     holders = tuple(range(processes))
     return Box.whole(shape), holders, Layout.replicated(len(shape), processes)

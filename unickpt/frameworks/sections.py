@@ -19,7 +19,7 @@ from unickpt.arrays.dtypes import Array
 from unickpt.quoting import quoted
 
 ALIGN = 64
-"""Sections, and what is in them, begin at multiples of this: an array is not copied to be read."""
+"""Sections and their values begin at multiples of this, so that arrays are read without a copy."""
 _MOST_HEAD = 1 << 30
 _SPACES = b" " * ALIGN
 _Size = Annotated[int, msgspec.Meta(ge=0)]
@@ -35,8 +35,8 @@ class EncodedValue:
     """The bytes of a process's value.
 
     Arguments:
-        data: all of them; empty where the process has none of its own.
-        head: how many are the head, which has the digests of the others; 0 if it is all JSON.
+        data: all of them; empty if the process has none of its own.
+        head: bytes of the head, which has the digests of the rest; 0 if all is JSON.
     """
 
     data: bytes | memoryview
@@ -57,7 +57,7 @@ class Joined:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a section is: its first byte, its size, that of its JSON, and its digest."""
+    """The place of a section: first byte, size, size of its JSON, and digest."""
 
     start: int
     size: int
@@ -67,7 +67,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Head:
-    """What the head of a value says.
+    """The decoded head of a value.
 
     Arguments:
         facts: of a value that was saved as `Sections`; None for any other, which is one section.
@@ -91,16 +91,16 @@ def join(
 
     Arguments:
         sections: for each its JSON, and the elements of its arrays, in pieces.
-        facts: what a reader shall know without reading a section; JSON.
+        facts: facts that a reader gets without reading a section; JSON.
     """
     values = {key: _padded(text, arrays) for key, (text, arrays) in sections.items()}
     sizes = {key: sum(map(len, pieces)) for key, pieces in values.items()}
-    # The size of the head must be known before the digests, which have always as many digits.
+    # The size of the head must be known before the digests, which always have as many digits.
     table = [[key, sizes[key], len(text), "0" * 16] for key, (text, _) in sections.items()]
     head = {"sections": table} if facts is None else {"facts": facts, "sections": table}
     size = len(_json(head))
     size += padding(size)
-    # NumPy takes huge pages, which the system hands out several times as fast as those of `bytes`.
+    # NumPy uses huge pages, which the system provides several times as fast as those of `bytes`.
     data, offset = np.empty(size + sum(sizes.values()), np.uint8), size
     for row, (key, pieces) in zip(table, values.items(), strict=True):
         out = data[offset : offset + sizes[key]]
@@ -128,10 +128,10 @@ def _json(head: Mapping[str, Any]) -> bytes:
 
 
 def parse_head(text: bytes, size: int) -> Head:
-    """What the head of a value of `size` bytes says; untrusted.
+    """Decodes the head of a value of `size` bytes; untrusted.
 
     Raises:
-        Malformed: it is no head, or not of so many bytes.
+        Malformed: it is no head, or not for so many bytes.
     """
     try:
         body = _HEAD.decode(text)
@@ -168,9 +168,9 @@ class StoredValue:
     Arguments:
         size: of all of it.
         digest: of the head, or of all.
-        head_size: bytes of the head; 0 if it is all JSON.
-        read: reads bytes of it: from which on, and how many.
-        damaged: the error that says what is wrong with it.
+        head_size: bytes of the head; 0 if all is JSON.
+        read: reads bytes of it, by offset and number.
+        damaged: makes the error for damage, from its description.
         may_be_empty: whether it may have no bytes: only if that of another process has a head.
     """
 
@@ -183,12 +183,12 @@ class StoredValue:
 
     @property
     def is_empty(self) -> bool:
-        """Whether the process saved none of its own: another one has it."""
+        """Whether the process saved none of its own, because another one has it."""
         return self.size == 0 and self.may_be_empty
 
     @cached_property
     def head(self) -> Head:
-        """What its head says, verified; one without a head is JSON, a section of its own.
+        """Its head, verified; a value without a head is JSON, which counts as one section.
 
         Raises:
             CheckpointCorrupt: it is damaged.
