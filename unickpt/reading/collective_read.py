@@ -140,7 +140,7 @@ class _RoundOfMessages:
 
 
 def _moved_bytes(chunk: SharedChunk) -> Mapping[int, int]:
-    """What processes send and receive of a chunk."""
+    """The boxes of a chunk that processes send and receive."""
     itemsize, wanted = chunk.entry.itemsize, chunk.wanted_boxes.items()
     moved = {process: itemsize * sum(box.size for box in boxes) for process, boxes in wanted}
     moved[chunk.owner] = sum(moved.values())

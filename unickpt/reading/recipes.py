@@ -15,7 +15,7 @@ from unickpt.arrays.dtypes import Array
 from unickpt.arrays.strided_copy import unit_steps
 from unickpt.format.index import ArrayEntry
 
-if TYPE_CHECKING:  # what only rules need
+if TYPE_CHECKING:  # only rules need it
     from unickpt.arrays.index_map import AxisRanges, Dim
 
 

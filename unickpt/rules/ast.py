@@ -1,4 +1,4 @@
-"""What a rule file says, as dataclasses: the tree that `parser` makes of the text."""
+"""The syntax tree of a rule file, as dataclasses; `parser` builds it from the text."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from unickpt.errors import RuleSyntaxError
 
 @dataclass(frozen=True)
 class SourcePosition:
-    """Where something is written: file, line and column from 1, and the text of that line."""
+    """A position in a rule file: file, line and column from 1, and the text of that line."""
 
     file: str
     line: int
@@ -45,9 +45,9 @@ class Text:
 
 @dataclass(frozen=True)
 class Linear:
-    """`{6*b+j}`: a number in a name, made of axes; a lone `{l}` may turn out to be `Text`.
+    """`{6*b+j}`: a number in a name, computed from axes; a lone `{l}` may turn out to be `Text`.
 
-    Only of a single axis, as in `{3-j}`, may the factor be negative.
+    The factor may be negative only for a single axis, as in `{3-j}`.
     """
 
     terms: tuple[tuple[str, int], ...]
@@ -146,7 +146,7 @@ class Flip:
 
 @dataclass(frozen=True)
 class AxisGroup:
-    """`(a b + c)`: segments one after the other, each the product of its items."""
+    """`(a b + c)`: consecutive segments, each the product of its items."""
 
     segments: tuple[tuple[AxisItem, ...], ...]
 
@@ -176,7 +176,7 @@ class Operand:
 
 @dataclass(frozen=True)
 class ArrayExpr:
-    """A name with its axes, arithmetic and dtype; `items` is None where no axes are given."""
+    """A name with its axes, arithmetic and dtype; `items` is None if no axes are given."""
 
     name: Name
     items: tuple[AxisItem, ...] | None = None
@@ -196,7 +196,7 @@ class Nothing:
     """A side without arrays: `drop`, a constant (`0`), or both (`drop 0`).
 
     Arguments:
-        value: what the other side's arrays are made of; None where nothing makes them.
+        value: the constant of the other side's arrays; None if nothing makes them.
         unchecked: whether the other side's arrays are dropped without a check of their values.
     """
 
@@ -233,7 +233,7 @@ def rule_text(
 
 @dataclass(frozen=True)
 class RuleLine:
-    """`left <-> right`, with the sizes that follow it; `usual` are those that end with `?`."""
+    """`left <-> right`, with the sizes that follow it; `usual` holds those that end with `?`."""
 
     position: SourcePosition = field(compare=False)
     left: Side
@@ -247,7 +247,7 @@ class RuleLine:
 
 @dataclass(frozen=True)
 class LiftLine:
-    """`lift left <-> right for prefix <-> prefix law=...`: the rules of parameters serve slots."""
+    """`lift left <-> right for prefix <-> prefix law=...`: applies rules of parameters to slots."""
 
     position: SourcePosition = field(compare=False)
     left: ArrayExpr
@@ -282,7 +282,7 @@ class IncludeLine:
 
 @dataclass(frozen=True)
 class ConventionLine:
-    """`convention rope: interleaved <-> half`: what the numbers of each side mean."""
+    """`convention rope: interleaved <-> half`: the meaning of the numbers of each side."""
 
     position: SourcePosition = field(compare=False)
     name: str
@@ -325,7 +325,7 @@ def _inverse(statement: Statement, line: IncludeLine) -> Statement:
     """A statement with its sides exchanged.
 
     Raises:
-        RuleSyntaxError: it has a function, whose inverse only the call knows that gives it.
+        RuleSyntaxError: it has a function, whose inverse is known only to the call that passes it.
     """
     match statement:
         case RuleLine(function=function) if function is not None:
@@ -349,7 +349,7 @@ def _inverse(statement: Statement, line: IncludeLine) -> Statement:
 
 
 def _own_domain(line: LiftLine) -> tuple[Name, Name]:
-    """The names of parameters as a lift has them that does not say: what its capture takes."""
+    """The names of parameters for a lift that does not state them: all that its capture takes."""
     captures = [
         item for expr in (line.left, line.right) for item in expr.name.items
         if not isinstance(item, str)

@@ -1,6 +1,6 @@
-"""Axes: what an array's dimensions are made of, which sizes they have, and where an index is.
+"""Axes: the factors of an array's dimensions, their sizes, and the place of an index.
 
-An array's dimensions are products and sums of axes. Where one segment is chosen in each sum, every
+An array's dimensions are products and sums of axes. Once a segment is chosen in each sum, every
 dimension is a mixed-radix number with an axis for each digit: a *block* of the array, which is a
 box of axes. Rules pair the blocks of both sides by their axes.
 """
@@ -18,7 +18,7 @@ PAD = "_"
 
 
 def axes_of(items: Sequence[AxisItem]) -> Iterator[Axis]:
-    """All axes, in their order, as often as they occur."""
+    """All axes in order, as often as they occur."""
     for item in items:
         match item:
             case Axis():
@@ -31,7 +31,7 @@ def axes_of(items: Sequence[AxisItem]) -> Iterator[Axis]:
 
 
 def name_pads(items: Sequence[AxisItem], tag: str) -> tuple[AxisItem, ...]:
-    """Axes with each pad as an axis of its own.
+    """Axes, with each pad as a separate axis.
 
     Arguments:
         items: of an expression.
@@ -51,7 +51,7 @@ def name_pads(items: Sequence[AxisItem], tag: str) -> tuple[AxisItem, ...]:
 
 
 def expand(items: Sequence[AxisItem], rank: int) -> tuple[AxisItem, ...]:
-    """Axes with `...` spelled out as so many axes."""
+    """Axes, with `...` expanded to so many axes."""
     out: list[AxisItem] = []
     for item in items:
         match item:
@@ -77,7 +77,7 @@ def has_pad(items: Sequence[AxisItem]) -> bool:
 # --- blocks -----------------------------------------------------------------------------------
 
 SegmentChoice = tuple[int, ...]
-"""Which segment is chosen in each sum that is reached, in the order of the text."""
+"""The chosen segment of each sum that is reached, in the order of the text."""
 
 
 def choices(items: Sequence[AxisItem]) -> list[SegmentChoice]:
@@ -126,7 +126,7 @@ def _other_size(item: AxisItem | str, extent: int, elsewhere: int) -> str:
 
 
 def size_of(item: AxisItem, sizes: Mapping[str, int]) -> int | None:
-    """The extent of an item; None where it is not known yet."""
+    """The extent of an item; None if it is not known yet."""
     match item:
         case Axis(name, _):
             return sizes.get(name)
@@ -144,13 +144,13 @@ def size_of(item: AxisItem, sizes: Mapping[str, int]) -> int | None:
 
 
 def solve(item: AxisItem, extent: int, sizes: dict[str, int]) -> bool:
-    """Finds sizes of axes from the extent of what they make up.
+    """Finds sizes of axes from the extent of their product or sum.
 
     Returns:
         Whether anything became known.
 
     Raises:
-        DoesNotFit: nothing makes it fit.
+        DoesNotFit: no sizes make it fit.
     """
     match item:
         case Axis(name, _):
@@ -254,7 +254,7 @@ def dims_of(
         choice: the segments of the block.
         sizes: of all axes.
         numbers: the axes that are free, with their numbers.
-        fixed: the index of axes that are not.
+        fixed: the index of each other axis.
     """
     picked = iter(choice)
 

@@ -32,7 +32,7 @@ Options = tuple[str, ...]
 
 @dataclass(frozen=True)
 class Convention:
-    """What the numbers of each side mean, under a name such as `rope`."""
+    """The meaning of the numbers of each side, under a name such as `rope`."""
 
     name: str
     left: str
@@ -50,7 +50,7 @@ class CompiledRules:
 
     @property
     def nameless(self) -> dict[str, str]:
-        """Constants whose names only a request would tell; with their rules."""
+        """Constants whose names only a request could determine, with their rules."""
         return {
             str(expr.pattern.name): str(rule)
             for rule in self.rules
@@ -63,13 +63,13 @@ class CompiledRules:
 def compile_rule(
     line: RuleLine, moves: bool, sizes: Mapping[str, int], overrides: Mapping[str, int]
 ) -> Rule:
-    """A rule out of its statement.
+    """Compiles a statement to a rule.
 
     Arguments:
         line: the statement.
         moves: see `Rule`.
         sizes: those of the whole file; the rule's own take precedence.
-        overrides: those of the caller, which come before all others.
+        overrides: those of the caller, which take precedence over all others.
 
     Raises:
         RuleSyntaxError: captures or axes of the two sides do not match.
@@ -136,7 +136,7 @@ def _number_axes(exprs: Iterable[ArrayExpr], sizes: Mapping[str, int]) -> frozen
 
 
 def _paired_choices(left: Side, right: Side, exprs: Sequence[ArrayExpr]) -> dict[str, str]:
-    """Enumerations without a name of the right side that are the same axis as one of the left."""
+    """Unnamed enumerations of the right side that are the same axis as one of the left."""
 
     def anonymous(side: Side) -> dict[str, int]:
         if isinstance(side, Nothing):
@@ -227,7 +227,7 @@ def _check_sizes(rule: Rule, rule_sizes: Mapping[str, int]) -> None:
 
 
 def _check_sides(rule: Rule) -> None:
-    """Makes sure that each block of one side has exactly one counterpart on the other."""
+    """Checks that each block of one side has exactly one counterpart on the other."""
     sides = [side for side in (rule.left, rule.right) if not isinstance(side, Nothing)]
     if len(sides) < 2:
         for expr in exprs_of(sides[0]):
@@ -262,7 +262,7 @@ def _check_sides(rule: Rule) -> None:
 
 
 def _check_function(rule: Rule) -> None:
-    """Makes sure that a function makes one array out of arrays that the names tell."""
+    """Checks that a function makes one array, from arrays that the names determine."""
     if isinstance(rule.left, Nothing) or isinstance(rule.right, Nothing):
         raise syntax_error("a function needs arrays on both sides", rule.position)
     first = rule.exprs[0]

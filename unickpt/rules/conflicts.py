@@ -19,7 +19,7 @@ _NAMES_TELL = "or give the names of the other side by `like` (--like)"
 
 
 class Conflicts:
-    """Which rule uses each stored array, and which makes each requested array."""
+    """The rule that uses each stored array, and the rule that makes each requested array."""
 
     def __init__(self) -> None:
         self._clashes: dict[tuple[str, ...], list[tuple[str, str]]] = {}
@@ -28,9 +28,9 @@ class Conflicts:
         self._left: set[tuple[str, Family]] = set()
 
     def settle(self, valid: Sequence[Family], have: LeafNames, want: LeafNames | None) -> None:
-        """Finds arrays that two of the rules that fit use or make.
+        """Finds arrays that two fitting rules use or make.
 
-        Where a rule gives an array several names (tied by `=`), another rule may take all but the
+        If a rule gives an array several names (tied by `=`), another rule may take all but the
         first of them.
         """
         for verb, right, names, claimed in (
@@ -46,7 +46,7 @@ class Conflicts:
                     self._twice(name, verb, [str(family.rule) for family in winners])
 
     def add(self, have: Iterable[str], want: Iterable[str], rule: str) -> None:
-        """Adds what a lift takes and makes; no `Family` exists for it."""
+        """Adds the names that a lift uses and makes; it has no `Family`."""
         for names, claimed, verb in ((have, self._taken, "taken"), (want, self._made, "made")):
             for name in names:
                 other = claimed.setdefault(name, rule)
@@ -101,9 +101,9 @@ def _same_constant(claims: Sequence[Family]) -> bool:
 
 
 def keep_ties(candidates: Sequence[Family], entries: Mapping[str, ArrayEntry]) -> None:
-    """Leaves stored arrays that are tied to the rule that ties them, where `like` is not given.
+    """Leaves tied stored arrays to the rule that ties them, if `like` is not given.
 
-    Otherwise a rule for models without the tie would load a second array from the shared one.
+    Else a rule for models without the tie would load a second array from the shared one.
     """
     tied = _tied(candidates, entries)
     for family in candidates:
@@ -133,13 +133,13 @@ def leave_to_others(
 ) -> None:
     """Lets a `default` rule apply only to arrays that no other rule matches.
 
-    Where the names of both sides are known, all but the first of several names of one array are
-    free for another rule; see `Conflicts.settle`. A rule whose names all exist keeps them even if
-    its axes do not fit: that is an error to report, which a default must not hide.
+    If the names of both sides are known, all but the first of several names of one array are free
+    for another rule; see `Conflicts.settle`. A rule whose names all exist keeps them even if its
+    axes do not fit: that is an error to report, which a default must not hide.
 
     Arguments:
         candidates: all families that a rule matches.
-        shared: the names, on both sides, of what all parameters share.
+        shared: the names, on both sides, of values that all parameters share.
         both_known: whether the names of both sides are known.
     """
     if not any(family.rule.default for family in candidates):
@@ -195,7 +195,7 @@ def _misfits_by_name(candidates: Iterable[Family], both_known: bool) -> dict[str
 
 
 def choose_variants(candidates: Sequence[Family]) -> None:
-    """Of the readings of one rule that all fit the same arrays, keeps the likeliest."""
+    """Keeps the likeliest of the readings of one rule that fit the same arrays."""
     best: dict[tuple[str, str, str], int] = {}
     valid = [i for i in candidates if i.reason is None and i.rule.lifted]
     for family in valid:

@@ -28,10 +28,10 @@ _LIKELY, _POSSIBLE = 0.8, 0.5  # how similar a name must be, alone and where the
 
 @dataclass(frozen=True)
 class Problem:
-    """Something that is wrong.
+    """One problem of rules.
 
     Arguments:
-        text: what it is, in one or more lines.
+        text: its description, in one or more lines.
         rule: the rule at fault, if it is one.
     """
 
@@ -40,12 +40,12 @@ class Problem:
 
 
 def fault(rule: Rule, why: object, caret: str = "") -> Problem:
-    """A problem of one rule, as text: the rule, a line with a caret below it, and what is wrong."""
+    """A problem of one rule, as text: the rule, a line with a caret below it, and the problem."""
     return Problem(f"{rule}{caret}\n    {why}", rule)
 
 
 def warn_of_assumed(candidates: Sequence[Family]) -> None:
-    """Warns of sizes that a rule calls usual, and that nothing else tells; once for each rule."""
+    """Warns of sizes that a rule calls usual and nothing else determines; once for each rule."""
     assumed = {family.rule: family.assumed for family in candidates if family.assumed}
     for rule, sizes in assumed.items():
         usual = ", ".join(f"{axis}={size}" for axis, size in sizes.items())
@@ -80,13 +80,13 @@ def left_over(
     candidates: Sequence[Family],
     shared: Sequence[SharedState],
 ) -> list[Problem]:
-    """All that is neither used nor made, and why; the likeliest cause first.
+    """All leaves that are neither used nor made, and why; the likeliest cause first.
 
     Arguments:
-        unused: of what is stored.
-        unmade: of what is requested.
-        made: what the rules make.
-        requested: all that is requested.
+        unused: the stored leaves that are not used.
+        unmade: the requested leaves that are not made.
+        made: the arrays that the rules make.
+        requested: all requested leaves.
         candidates: all families that a rule matches.
         shared: what all parameters share.
     """
@@ -102,7 +102,7 @@ def left_over(
 
 
 def _without_use(unused: LeafFacts, unmade: LeafFacts, explained: Set[str]) -> Iterator[str]:
-    """Unused stored leaves; the first without a counterpart says how to leave it out."""
+    """Unused stored leaves; the first one without a counterpart shows how to drop it."""
     said = False
     for name, text, near in _unexplained(unused, unmade, explained):
         hint = "" if near is None else _missing_rule(name, near)
@@ -148,7 +148,7 @@ def _missing_rule(stored: str, requested: str) -> str:
 def _ties(
     unmade: LeafFacts, made: Mapping[str, Made], requested: LeafFacts
 ) -> Iterator[tuple[str, str]]:
-    """Requested arrays that are probably tied to one that is made: no other has the shape."""
+    """Requested arrays that are probably tied to a made one: no other has the shape."""
     like: dict[Fact, list[str]] = {}
     for name, fact in requested.items():
         like.setdefault(fact, []).append(name)
@@ -178,7 +178,7 @@ def misfits(
     candidates: Sequence[Family],
     shared: Sequence[SharedState],
 ) -> list[Problem]:
-    """The rules that do not fit what is on both sides; what only one side has is no problem.
+    """The rules that do not fit leaves of both sides; leaves of only one side are no problem.
 
     Arguments: as for `left_over`.
     """
@@ -187,7 +187,7 @@ def misfits(
 
 
 def misshapen(candidates: Sequence[Family], unused: LeafFacts, unmade: LeafFacts) -> list[Family]:
-    """The families that are requested in another shape than the stored arrays give."""
+    """The families whose requested shape differs from that of the stored arrays."""
     return [
         i
         for i in candidates
@@ -196,7 +196,7 @@ def misshapen(candidates: Sequence[Family], unused: LeafFacts, unmade: LeafFacts
 
 
 def _is_left_over(family: Family, unused: LeafFacts, unmade: LeafFacts) -> bool:
-    """Whether a rule does not apply here, and no other one does on either side."""
+    """Whether neither this rule nor another one applies on either side."""
     return (
         family.reason is not None
         and any(name in unused for name in family.names_there())
@@ -205,7 +205,7 @@ def _is_left_over(family: Family, unused: LeafFacts, unmade: LeafFacts) -> bool:
 
 
 def _nearest(name: str, fact: Fact, among: LeafFacts) -> str | None:
-    """The likeliest counterpart of a name: one of its kind, with as many elements if there is."""
+    """The likeliest counterpart of a name: of its kind, and if possible with as many elements."""
     of_kind = {n: f for n, f in among.items() if f.kind is fact.kind}
     same = [n for n, f in of_kind.items() if sorted(f.shape) == sorted(fact.shape)]
     if same and fact.shape:
@@ -219,7 +219,7 @@ def _similar(name: str, among: Iterable[str], least: float) -> str | None:
 
 
 def _respelled(name: str, among: LeafFacts) -> tuple[str | None, str]:
-    """The name that was probably meant by one that does not exist, and what to say of it."""
+    """The probably intended name for one that does not exist, and a text about it."""
     dotted = name.replace("/", ".")
     for other in among:
         if other.replace("/", ".") == dotted:
@@ -234,11 +234,11 @@ def _misfits(
     candidates: Sequence[Family],
     shared: Sequence[SharedState],
 ) -> tuple[list[Problem], set[str]]:
-    """The rules that match what is left over, but do not fit; and those names.
+    """The rules that match left-over names but do not fit, and those names.
 
     Arguments:
-        leftovers: what is left over.
-        tied: of these, what is explained already.
+        leftovers: the left-over names.
+        tied: those of them that are already explained.
         candidates, shared: as for `left_over`.
     """
     by_statement: dict[tuple[SourcePosition, str], tuple[Family, list[str]]] = {}
@@ -288,7 +288,7 @@ def _once_for_each_lift(
 
 
 def _instead(family: Family, leftovers: LeafFacts) -> tuple[str | None, str]:
-    """The name that was probably meant by one that is lacking, and what to say of it."""
+    """The probably intended name for a missing one, and a text about it."""
     reason = family.reason
     return _respelled(reason.name, leftovers) if isinstance(reason, Lacks) else (None, "")
 
@@ -318,14 +318,14 @@ def counted(names: Sequence[str]) -> str:
 
 
 def _likelihood(family: Family) -> int:
-    """A score of how likely a rule was meant for the names it matches: a match on both sides counts
-    most, then that only a name is missing."""
+    """A score of how likely a rule is meant for the names it matches: a match on both sides counts
+    most, then a rule for which only a name is missing."""
     both = bool(family.have and family.want)
     return 4 * both + 2 * family.lacks_names + (not family.rule.optional)
 
 
 def _alike(facts: LeafFacts, without: Set[str]) -> Iterator[tuple[str, str, Fact]]:
-    """One name for all that differ in numbers alone, and a text that says how many they are."""
+    """One name for all names that differ only in numbers, and a text with their count."""
     groups: dict[tuple[str, Fact], list[str]] = {}
     for name, fact in facts.items():
         if name not in without:
@@ -367,7 +367,7 @@ def idle(
 
 
 def _other_spelling(rule: Rule, have: LeafNames) -> str | None:
-    """What is wrong with a rule's name of what is stored, where that can be seen."""
+    """The error in a rule's name of a stored array, if it is visible."""
     for expr in exprs_of(rule.left):
         name = expr.pattern.name
         if any(isinstance(item, str) and "{" in item for item in name.items):
@@ -385,7 +385,7 @@ def _other_spelling(rule: Rule, have: LeafNames) -> str | None:
 def unfamiliar(
     rules: Sequence[Rule], valid: Sequence[Family], candidates: Sequence[Family], have: LeafNames
 ) -> list[Problem]:
-    """Whether these are rules for another model altogether: none matches what is stored."""
+    """Whether these are rules for another model: none matches a stored leaf."""
     matching = any(family.have for family in candidates)
     relating = [rule for rule in rules if _relates(rule) and not rule.lifted]
     if valid or matching or len(relating) < _MOST_IDLE or not have.facts:
@@ -420,7 +420,7 @@ def _relates(rule: Rule) -> bool:
 def backwards(
     rules: Sequence[Rule], candidates: Sequence[Family], have: LeafNames
 ) -> list[Problem]:
-    """Whether the rules are the wrong way round: all that match nothing would match if turned."""
+    """Whether the rules are reversed: all rules that match nothing would match if inverted."""
     matching = {family.rule for family in candidates}
     idle = [rule for rule in rules if rule not in matching and _relates(rule)]
     if not idle or not all(families(rule.inverse, have, None) for rule in idle):

@@ -22,17 +22,17 @@ class Function:
     """A function of arrays that a rule names: `a [v e] <-> b [v e] via name`.
 
     Without `region`, it works element by element: axes are moved as the rule says, and the function
-    gets the result. With it, the function gets parts of the stored arrays as they are stored,
-    and the axes of the rule only say what shapes there are.
+    gets the result. With it, the function gets parts of the arrays as they are stored, and the axes
+    of the rule only define the shapes.
 
     Arguments:
         apply: makes a box of the array: called with the box and with NumPy arrays, one for each
             array on the other side; returns an array of the box's shape.
-        region: which box of each input a box of the array needs: called with the box and the
-            shapes of all inputs.
+        region: returns the box of each input that a box of the array needs; called with the box and
+            the shapes of all inputs.
         shape: with `region`, the array's shape, called with those of the inputs. Without it, the
             first one's.
-        inverse: the function of the other direction; None where there is none.
+        inverse: the function of the other direction; None if there is none.
 
     Example:
         >>> double = Function(lambda box, x: x * 2)
@@ -54,7 +54,7 @@ class Function:
         axes: Sequence[int] | None = None,
     ) -> Function:
         """A function of codes, their scales and perhaps their zero points, in this order, that
-        makes what they stand for.
+        returns their values.
 
         An element is `float32(code) * float32(scale)`, or `float32(int32(code) - int32(zero)) *
         float32(scale)`, rounded once to `dtype`, to nearest, ties to even. The scales have as many
@@ -62,7 +62,7 @@ class Function:
 
         Arguments:
             dtype: of the array that is made.
-            codes: what the bytes are, such as "float8_e4m3fn", if they are stored as uint8.
+            codes: the dtype of the codes, such as "float8_e4m3fn", if they are stored as uint8.
             block: the sizes of a block, one for each dimension. Without it, the codes must consist
                 of whole blocks.
             axes: the dimensions of the codes in the order of the array, as of `numpy.transpose`;
@@ -94,7 +94,7 @@ class _Dequantised:
         return tuple(codes[axis] for axis in self._order(len(codes)))
 
     def region(self, box: Box, codes: tuple[int, ...], *scales: tuple[int, ...]) -> Sequence[Box]:
-        """Whole blocks of the codes where they have several scales, and these scales."""
+        """Whole blocks of the codes if they have several scales, and these scales."""
         order = self._order(len(codes))
         start, stop = [0] * len(codes), [0] * len(codes)
         for dim, axis in enumerate(order):

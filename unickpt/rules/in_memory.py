@@ -16,7 +16,7 @@ from unickpt.rules.plan import Fact, Made, RulePlan, StoredLeaves
 
 
 def stored_leaves(facts: Mapping[str, Fact]) -> StoredLeaves:
-    """Arrays as a plan sees what is stored."""
+    """Arrays in the place of a stored checkpoint, for a plan."""
     entries = {
         name: ArrayEntry(name, fact.shape, fact.dtype, tuple(max(1, n) for n in fact.shape))
         for name, fact in facts.items()
@@ -31,11 +31,11 @@ def facts_of(arrays: Mapping[str, Array]) -> dict[str, Fact]:
 
 
 def apply(plan: RulePlan, arrays: Mapping[str, Array]) -> dict[str, Array]:
-    """What a plan makes of arrays, by all of its names.
+    """The arrays that a plan makes from others, by all of their names.
 
     Arguments:
         plan: without functions; plain values are left out.
-        arrays: what is stored, by name.
+        arrays: the stored arrays, by name.
     """
 
     def read(name: str, box: Box) -> Array:

@@ -69,9 +69,9 @@ def _without(components: Components, dropped: str) -> Components:
 
 
 def questionable_numbers(rules: Sequence[Rule], made: Iterable[str]) -> Iterator[str]:
-    """Questions about the numbers in the names of all that is made.
+    """Questions about the numbers in the names of made arrays.
 
-    Used where the names of the other side are not known. Gaps in the numbers are suspicious, and so
+    Used if the names of the other side are not known. Gaps in the numbers are suspicious, and so
     are layers with far fewer arrays than others: a rule may take the wrong axis for the layers.
     """
     prefixes = {prefix for rule in rules for prefix in _prefixes(rule)}

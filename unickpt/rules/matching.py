@@ -1,4 +1,4 @@
-"""Which arrays each rule matches: names, the indices in them, and sizes of axes."""
+"""Matches rules with arrays: names, the indices in them, and sizes of axes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _MOST_ARRAYS = 1 << 16  # of a family, however few there are
 
 
 class LeafNames:
-    """Leaves by name, found by the text that their names begin with."""
+    """Leaves by name, found by the prefix of their names."""
 
     def __init__(self, facts: Mapping[str, Fact]) -> None:
         self.facts = facts
@@ -53,7 +53,7 @@ class Unfit(ValueError):
 
 
 class Misshapen(Unfit):
-    """Why a rule does not apply: arrays have other shapes than it says."""
+    """Why a rule does not apply: arrays have other shapes than it states."""
 
 
 class OtherSizes(Misshapen):
@@ -70,17 +70,17 @@ class Lacks(Unfit):
 
 @dataclass(eq=False)
 class Family:
-    """A rule together with the texts that its captures took: the arrays of one family.
+    """A rule with the texts of its captures: the arrays of one family.
 
     Arguments:
-        rule: the rule, turned so that its left side is what is there.
-        texts: what its text captures took.
+        rule: the rule, oriented so that its left side is the stored one.
+        texts: the texts of its text captures.
         paired: the indices of the axes that pair arrays.
-        have, want: the arrays of each expression that match, with what their names hold.
+        have, want: the arrays of each expression that match, with the captures of their names.
         sizes: of all axes.
-        assumed: those of which the shapes tell nothing, so that the usual ones are taken.
+        assumed: those that shapes do not determine, so that the usual ones are used.
         rank: how many axes `...` matches.
-        reason: why it does not apply; None where it does.
+        reason: why it does not apply; None if it does.
     """
 
     rule: Rule
@@ -101,7 +101,7 @@ class Family:
         return isinstance(self.reason, Lacks)
 
     def items(self, expr: CompiledExpr) -> tuple[AxisItem, ...]:
-        """An expression's axes with `...` spelled out; not before `rank` is known."""
+        """An expression's axes with `...` expanded; not before `rank` is known."""
         if expr.tag not in self._items:
             self._items[expr.tag] = axes.expand(expr.items, self.rank)
         return self._items[expr.tag]
@@ -148,7 +148,7 @@ class Family:
         source: tuple[CompiledExpr, axes.SegmentChoice, Mapping[str, int]],
         out: tuple[CompiledExpr, axes.SegmentChoice, Mapping[str, int]],
     ) -> MappedSource:
-        """A block of a made array, and the stored one that it comes from: for each its expression,
+        """A block of a made array, and the stored one that is its source: for each its expression,
         the choice of segments, and the indices in its name."""
         fixed = {**source[2], **out[2]}
         items = self.items(source[0])
@@ -200,7 +200,7 @@ def families(rule: Rule, have: LeafNames, want: LeafNames | None) -> list[Family
                 getattr(family, attribute).setdefault(expr.tag, []).append((name, match))
     free = any(expr.pattern.texts for expr in exprs_of(rule.right))
     if not by_captures and want is None and isinstance(rule.left, Nothing) and not free:
-        by_captures[()] = Family(rule, {})  # it makes arrays out of nothing
+        by_captures[()] = Family(rule, {})  # it makes arrays without stored ones
     return list(by_captures.values())
 
 
@@ -228,8 +228,8 @@ def resolve(family: Family, have: LeafNames, want: LeafNames | None, *, partly: 
 
     Arguments:
         family: `sizes` (which may hold some already), `rank` and `reason` are set.
-        have: what is stored.
-        want: what is requested, where that is known.
+        have: the stored leaves.
+        want: the requested leaves, if known.
         partly: whether some of the arrays that the rule makes need not be requested.
     """
     try:
@@ -244,7 +244,7 @@ class _Matched(NamedTuple):
 
     Arguments:
         expr: the expression.
-        arrays: their names, and what these hold.
+        arrays: their names, and the captures of these.
         names: all names of that side.
     """
 
@@ -283,7 +283,7 @@ def _resolve(family: Family, have: LeafNames, want: LeafNames | None, partly: bo
 
 
 def _size_pads(family: Family, size: int) -> None:
-    """Gives each pad the size that is given for `_`."""
+    """Gives each pad the size of `_`."""
     for expr in family.rule.exprs:
         for pad in axes.axes_of(family.items(expr)):
             if axes.is_pad(pad.name):
@@ -315,7 +315,7 @@ def _find_sizes(family: Family, matched: Sequence[_Matched]) -> None:
             if axis not in sizes:
                 sizes[axis] = 1 + max(index[axis] for index in expr_indices)
     _solve(family, inside_sizes)
-    if family.rule.moves:  # else the function knows the shape of what it makes
+    if family.rule.moves:  # else the function knows the shape of its result
         _fuse(family, inside_sizes)
 
 
@@ -380,7 +380,7 @@ def _solve(family: Family, matched: Sequence[_Matched]) -> None:
 def _details(
     family: Family, expr: CompiledExpr, item: AxisItem, fact: Fact, origins: Mapping[str, str]
 ) -> str:
-    """Where the sizes come from that do not fit, and the order of axes that would fit."""
+    """The source of the sizes that do not fit, and an order of axes that would fit."""
     item_axes = {axis.name for axis in axes.axes_of([item])}
     fixed = [f"{a}={n}" for a, n in family.rule.sizes.items() if a in item_axes]
     elsewhere = dict.fromkeys(repr(name) for axis, name in origins.items() if axis in item_axes)
@@ -402,8 +402,8 @@ def _details(
 
 
 def _fuse(family: Family, matched: Sequence[_Matched]) -> None:
-    """Treats axes that always appear together as one, where nothing gives their single sizes; of
-    others takes the usual ones."""
+    """Treats axes that always appear together as one, if nothing determines their single sizes;
+    uses the usual sizes of the others."""
     exprs, usual = family.rule.exprs, family.rule.usual
     all_items = [family.items(expr) for expr in exprs]
     apart = {axis for expr in exprs for axis in (*expr.pattern.axes, *expr.arithmetic_axes)}

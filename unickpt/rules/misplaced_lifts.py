@@ -1,4 +1,4 @@
-"""Lifts that match nothing where they are, but would under another prefix."""
+"""Misplaced lifts: they match nothing under their prefix, but would under another one."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ def misplaced_lifts(
 
     Arguments:
         rules: all rules.
-        shared: what all parameters share.
+        shared: the values that all parameters share.
         candidates: the families of arrays that rules match.
-        stored: what is stored and not used, or dropped.
-        requested: what is requested and not made, or left as it is.
+        stored: the stored leaves that are not used, or dropped.
+        requested: the requested leaves that are not made, or left unchanged.
 
     Returns:
         A problem for each file and prefix, and the names that they explain.
@@ -81,7 +81,7 @@ def _places(
 
 
 def _elsewhere(side: Terms, names: Sequence[str]) -> Iterator[tuple[str, str, str]]:
-    """The names that the patterns of a side match with another prefix than they have; with both."""
+    """The names that the patterns of a side match with another prefix; with both prefixes."""
     for expr in exprs_of(side):
         for name in names:
             prefixes = _other_prefix(expr.pattern, name)
@@ -90,7 +90,7 @@ def _elsewhere(side: Terms, names: Sequence[str]) -> Iterator[tuple[str, str, st
 
 
 def _other_prefix(pattern: Pattern, name: str) -> tuple[str, str] | None:
-    """The beginning of a pattern, and that of a name which otherwise matches; the shortest ones."""
+    """The shortest prefixes of a pattern and of a name that match except for these prefixes."""
     head = pattern.prefix.split("/")
     for count in range(len(head) - 1):  # components of the pattern's prefix that are replaced
         prefix, tail = ("".join(f"{part}/" for part in head[:count]), "/".join(head[count:]))
@@ -107,7 +107,7 @@ def _other_prefix(pattern: Pattern, name: str) -> tuple[str, str] | None:
 def _shared_names(
     place: _LiftPlace, shared: Sequence[SharedState], names: Collection[str], is_left: bool
 ) -> Iterator[str]:
-    """The names of what all parameters share, such as a step count, under the other prefix."""
+    """The names of values that all parameters share, such as a step count, under the other prefix."""
     for lift in shared:
         single = (lift.left if is_left else lift.right).single
         if single is not None and single.startswith(place.prefix):

@@ -1,4 +1,4 @@
-"""LeafNames with captures: matched against whole names, and made again from what was captured."""
+"""Name patterns with captures: match whole names, and build names from captures."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ _DIGITS, _COMPONENT = re.compile(_NUMBER), re.compile("[^/.]+")
 
 @dataclass(frozen=True)
 class Match:
-    """What the captures of a name match.
+    """The matches of the captures of a name.
 
     Arguments:
         texts: the components that each text capture took.
-        numbers: what each linear capture of the pattern reads, in their order.
+        numbers: the number that each linear capture of the pattern reads, in order.
         chosen: the index of each enumeration's axis.
     """
 
@@ -73,7 +73,7 @@ class Pattern:
 
     @cached_property
     def prefix(self) -> str:
-        """What all its names begin with."""
+        """The common prefix of all its names."""
         first = self._parts[0][0] if self._parts else ""
         return first if isinstance(first, str) else ""
 
@@ -144,7 +144,7 @@ class Pattern:
         return ambiguous > 1
 
     def _divided(self, name: str) -> list[str | None] | None:
-        """What each capture takes, as the regular expression says, each place tried only once."""
+        """The text of each capture, as by the regular expression, but tries each place once."""
         parts, failed = self._parts, set[tuple[int, int]]()
         starts, tried = [0], [_ends(*parts[0], name, 0)]
         while tried:
@@ -217,7 +217,7 @@ class Pattern:
         return re.sub(written, lambda _: text, self.name.position.text).strip()
 
     def _position_of(self, capture: NameCapture) -> SourcePosition:
-        """Where a capture is written; if that is not certain, where the whole name is."""
+        """The position of a capture; if that is not certain, the position of the whole name."""
         position = self.name.position
         before = self.name.items[: self.name.items.index(capture)]
         quote = position.text.startswith('"', position.column - 1)
@@ -235,7 +235,7 @@ class Pattern:
                 )
 
     def match(self, name: str) -> Match | None:
-        """What the captures take of a whole name; None where it does not match."""
+        """The captures of a whole name; None if it does not match."""
         if self._may_hesitate:
             all_taken = self._divided(name)
         else:
@@ -266,11 +266,11 @@ class Pattern:
                     texts.append((key, tuple(text.split(separator[1:] or "/"))))
         keyed = dict(texts)
         if any(keyed[key] != text for key, text in texts):
-            return None  # `{l}` twice, which is the same both times
+            return None  # `{l}` twice must be the same both times
         return Match(tuple(sorted(keyed.items())), tuple(numbers), tuple(chosen))
 
     def format(self, texts: Mapping[str, Components], indices: Mapping[str, int]) -> str:
-        """The name that the captures make."""
+        """The name for given captures."""
         out = ""
         for item, separator in self._parts:
             match item:
@@ -291,7 +291,7 @@ class Pattern:
 
 
 def _ends(part: str | NameCapture, separator: str, name: str, start: int) -> Iterator[int]:
-    """Where a piece of a pattern can end that begins at a place of a name; the likeliest first."""
+    """The possible ends of a pattern's piece that begins at a place of a name; likeliest first."""
     match part:
         case str():
             options: tuple[str, ...] = (part,)
@@ -332,11 +332,11 @@ def _taken(
 
 
 def solve_linear(linear: Linear, number: int, sizes: Mapping[str, int]) -> dict[str, int] | None:
-    """The indices of axes that make a number; None where none in their ranges do.
+    """The indices of axes that give a number; None if none in their ranges do.
 
     Arguments:
         linear: the sum of multiples of axes.
-        number: what it should be.
+        number: the expected sum.
         sizes: extents of axes; those not given are bounded by the next larger multiple alone.
 
     Example:
@@ -356,7 +356,7 @@ def solve_linear(linear: Linear, number: int, sizes: Mapping[str, int]) -> dict[
 
 
 def is_ambiguous(linear: Linear, sizes: Mapping[str, int]) -> bool:
-    """Whether two different sets of indices make one number."""
+    """Whether two different sets of indices give the same number."""
     reach = 0
     for axis, factor in sorted(linear.terms, key=lambda term: term[1]):
         if abs(factor) <= reach:

@@ -1,4 +1,4 @@
-"""What is said of rules that were observed: what they cover, and what is lost."""
+"""Reports on rules that were derived or checked: what they cover, and what is lost."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from unickpt.quoting import counted
 
 @dataclass(frozen=True)
 class ObservedReport:
-    """What `Rules.observe` found.
+    """The report of `Rules.observe`.
 
     Arguments:
         moved: names of the arrays that are made only by moving elements.
         scaled: those for which elements are multiplied by a number, or one is added.
-        constant: those that hold one number, whatever the inputs are.
-        not_made: those that the converter makes of nothing it was given; they keep the values that
-            they have where the rules are used.
-        dropped: names of inputs that no array is made of: they are lost.
-        cropped: names of inputs of which a part is in no array: that part is lost.
+        constant: those that hold one number, for any inputs.
+        not_made: those that the converter makes without its input; they keep their values when the
+            rules are used.
+        dropped: names of inputs that no array uses: they are lost.
+        cropped: names of inputs that arrays use only in part: the rest is lost.
         refused: arrays that no rule can make, and why, with the first element that shows it.
         runs: how often the converter was called.
-        lines: how many rules there are.
+        lines: the number of rules.
         text: the rules as a file.
     """
 
@@ -69,13 +69,13 @@ def _first(most: int, lines: list[str]) -> list[str]:
 
 @dataclass(frozen=True)
 class RulesCheck:
-    """What `Rules.check` found; true if all elements that it looked at are the same.
+    """The report of `Rules.check`; true if all compared elements are the same.
 
     Arguments:
         arrays: how many were compared.
-        elements: of how many elements.
-        differences: what is not the same, by the name of the array on the right side: what was
-            found, and what probably is the reason.
+        elements: how many of their elements were compared.
+        differences: the differences by the name of the array on the right side, with the probable
+            reason.
     """
 
     arrays: int
@@ -96,13 +96,13 @@ class RulesCheck:
 
 @dataclass(frozen=True)
 class DraftReport:
-    """What `Rules.draft` found.
+    """The report of `Rules.draft`.
 
     Arguments:
-        certain: rules that values decide, or names and sizes where nothing else fits.
-        guesses: rules that may be meant, each with others that may be meant instead; none of them
-            is among the rules before it is written there.
-        left_over, right_over: names of each side that no rule is about.
+        certain: rules that follow from values, or from names and sizes if nothing else fits.
+        guesses: possible rules, each with its alternatives; a guess is no rule until it is written
+            down as one.
+        left_over, right_over: names of each side without a rule.
         text: all of it as a file, the guesses as comments that begin with `#?`.
     """
 

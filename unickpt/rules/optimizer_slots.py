@@ -26,12 +26,12 @@ Domain = tuple[Name | None, Name | None]
 
 @dataclass(frozen=True)
 class StateName:
-    """The names of one slot of all parameters, or the one name of what all of them share.
+    """The names of one slot of all parameters, or the one name of a value that all share.
 
     Arguments:
         name: with one capture for a parameter's name, or with none.
-        domain: what a parameter's own name is, where that capture is only a part of it.
-        dtype: of the elements where this side is made.
+        domain: the pattern of a parameter's own name, if that capture is only a part of it.
+        dtype: of the elements when this side is made.
     """
 
     name: Name
@@ -40,12 +40,12 @@ class StateName:
 
     @property
     def single(self) -> str | None:
-        """The name, where it has no capture."""
+        """The name, if it has no capture."""
         alone = all(isinstance(item, str) for item in self.name.items)
         return "".join(map(str, self.name.items)) if alone else None
 
     def names_for(self, parameter: str) -> list[str]:
-        """The names that the slot of a parameter may have; none where it is not in the domain."""
+        """The names that the slot of a parameter may have; none if it is not in the domain."""
         inner = _without((parameter,), self.domain)
         whole = [] if inner is None else [inner]
         if self.domain is None and "/" in parameter:  # see `_domains`
@@ -101,8 +101,8 @@ def lift(line: LiftLine, rules: Sequence[Rule]) -> list[Rule] | SharedState:
 
 
 def _domains(line: LiftLine, rule: Rule) -> list[Domain]:
-    """What a parameter's name may be taken for: where nobody says, all of it, or all but its first
-    component, since optimizers often know nothing of that."""
+    """The possible patterns of a parameter's name: if not stated, the whole name, or all but its
+    first component, which optimizers often omit."""
     if line.domain is not None:
         return [line.domain]
     capture = next(
@@ -119,13 +119,13 @@ def _readings(side: Terms | Nothing, capture: NameCapture, line: LiftLine) -> li
 
 
 def _head(name: Name) -> str:
-    """A name's first component with its slash, where there is one; see `_domains`."""
+    """A name's first component with its slash, if there is one; see `_domains`."""
     first = name.items[0] if name.items else ""
     return first[: first.index("/") + 1] if isinstance(first, str) and "/" in first else ""
 
 
 def _capture_of(name: Name) -> str | None:
-    """The key of the one capture of a name; None where there is none."""
+    """The key of the only capture of a name; None if there is none."""
     captures = [item for item in name.items if not isinstance(item, str)]
     match captures:
         case []:
@@ -218,13 +218,13 @@ def _nested(outer: Name, inner: Sequence[str | NameCapture]) -> tuple[str | Name
 def shared_names(
     lift: SharedState, candidates: Sequence[Family], have: LeafNames, want: LeafNames | None
 ) -> tuple[list[str], list[str]]:
-    """The names that a lift is about, on both sides.
+    """The names that a lift covers, on both sides.
 
     Arguments:
-        lift: what is shared.
+        lift: the lift of the shared value.
         candidates: the families of arrays that rules apply to.
-        have: what is stored.
-        want: what is requested, where that is known.
+        have: the stored leaves.
+        want: the requested leaves, if known.
     """
     left = _names(lift.left, candidates, True, lift.right)
     right = _names(lift.right, candidates, False, lift.left)
@@ -253,8 +253,8 @@ def _names(
 
 
 def _neighbours(single: str, candidates: Sequence[Family], left: bool) -> set[tuple[str, ...]]:
-    """What the names of the slots that lie next to the one name on the other side have in common
-    with those of other slots of the same parameters.
+    """The parts that the slots next to the one name on the other side share with other slots of the
+    same parameters.
 
     A job may have several optimizers, or groups of parameters, each with a count of its own.
     """

@@ -313,7 +313,7 @@ class _ExprParser(LineScanner):
 
 
 class _StatementParser(_ExprParser):
-    """A parser of one logical line: a statement, with what it says of its sides."""
+    """A parser of one logical line: a statement, with the attributes of its sides."""
 
     def statement(self) -> Statement:
         begin = self.at
@@ -408,7 +408,7 @@ class _StatementParser(_ExprParser):
         return re.compile(r"[A-Za-z_]\w*\s*=\s*\d").match(self.text, self.at) is not None
 
     def _sizes(self, usual: dict[str, int] | None = None) -> tuple[tuple[str, int], ...]:
-        """Sizes of axes; those that end with `?` go to `usual` instead, where it is given."""
+        """Sizes of axes; those that end with `?` go to `usual` instead, if it is given."""
         sizes: dict[str, int] = {}
         while not sizes | (usual or {}) or self.take(",") or self._sees_size():
             begin = self.at

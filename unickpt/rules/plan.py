@@ -1,4 +1,4 @@
-"""Plan: what rules make of a checkpoint, as facts; `planner` works it out."""
+"""Plan: the arrays that rules make from a checkpoint, as facts; `planner` computes it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from unickpt.rules.functions import Function
 
 
 class LeafKind(Enum):
-    """What a leaf is; the value is how messages say it."""
+    """The kind of a leaf; the value is its text in messages."""
 
     ARRAY = "an array"
     VALUE = "a plain value"
@@ -22,14 +22,14 @@ class LeafKind(Enum):
 
 @dataclass(frozen=True)
 class Fact:
-    """What is known of a leaf.
+    """The facts of a leaf.
 
     Arguments:
         shape: of an array; a plain number counts as an array without dimensions.
-        dtype: name of the dtype, where there is one; of a plain number, what it is to Python.
-        kind: what it is.
-        dispensable: whether a side does without it that lacks it, as a flag of an optimizer that
-            only some versions of torch have.
+        dtype: name of the dtype, if there is one; for a plain number, its Python type.
+        kind: the kind of leaf.
+        dispensable: whether a side may lack it, as a flag of an optimizer that only some versions
+            of torch have.
     """
 
     shape: tuple[int, ...] = ()
@@ -56,15 +56,15 @@ class Made:
 
     Arguments:
         name: its name.
-        fact: what it is.
-        rule: what makes it, as text.
-        sources: where its elements come from.
+        fact: its facts.
+        rule: the rule that makes it, as text.
+        sources: the sources of its elements.
         fills: its elements that are constants.
-        carried: of what is carried over whole (a plain value, a PerProcess), its name.
-        function: makes it out of `inputs`.
-        exact: whether the other direction brings every bit back.
+        carried: the stored name of a leaf that is carried over whole (a plain value, a PerProcess).
+        function: makes it from `inputs`.
+        exact: whether the other direction restores every bit.
         cropped: whether the stored arrays have padding that is left out.
-        sizes: of the axes, where there is padding on either side; those of a pad under "_".
+        sizes: of the axes, if there is padding on either side; those of a pad under "_".
     """
 
     name: str
@@ -84,7 +84,7 @@ class Made:
 class Same:
     """Two stored arrays that must be equal, because only the first of them is read.
 
-    `made` is the other one made of the first, where its axes or its arithmetic are not the same.
+    `made` is the second one made from the first, if its axes or its arithmetic differ.
     """
 
     first: str
@@ -104,19 +104,19 @@ class Constant:
 
 @dataclass
 class RulePlan:
-    """What rules make of a checkpoint.
+    """The plan for making arrays from a checkpoint by rules.
 
     Arguments:
         made: by name.
         aliases: further names of arrays that are made.
-        kept_names: requested names that the rules leave as they are (`drop` on the left).
-        dropped: what is stored and not carried over, with the rule that says so.
-        checks: what must hold so that no stored data is lost.
-        nameless: constants that are not made, because only what is asked for would tell their
-            names; with their rules.
-        unused: the names of what is stored and neither used nor dropped.
-        misfits: what is asked for and not made, because its rule finds another shape stored: by
-            name the name of what is stored.
+        kept_names: requested names that the rules leave unchanged (`drop` on the left).
+        dropped: stored leaves that are not carried over, with the rule that drops them.
+        checks: conditions that must hold so that no stored data is lost.
+        nameless: constants that are not made, because only a request could determine their names;
+            with their rules.
+        unused: the names of stored leaves that are neither used nor dropped.
+        misfits: requested arrays that are not made, because the stored shape is another one: stored
+            names by requested names.
     """
 
     made: dict[str, Made] = field(default_factory=dict)
@@ -131,7 +131,7 @@ class RulePlan:
 
 @dataclass(frozen=True)
 class StoredLeaves:
-    """What is stored: the facts, and the arrays' entries by each of their names.
+    """The stored checkpoint: the facts, and the arrays' entries by each of their names.
 
     `sizes` are those of axes that padding hides, as recorded when such an array was made.
     """

@@ -1,8 +1,8 @@
-"""Planner: rules + what is stored (+ what is asked for) -> a `RulePlan`, or an error.
+"""Planner: rules + stored leaves (+ requested leaves) -> a `RulePlan`, or an error.
 
-A plan is an error unless every stored array is used once or dropped, and every array that is
-asked for is made once. Within an array, every element has exactly one counterpart: that was
-checked when the rule was read (`unickpt.rules.rule`).
+A plan is an error unless every stored array is used once or dropped, and every requested array is
+made once. Within an array, every element has exactly one counterpart: that was checked when the
+rule was read (`unickpt.rules.rule`).
 """
 
 from __future__ import annotations
@@ -48,16 +48,16 @@ def make_plan(
     keep_misfits: bool = False,
     where: str = "",
 ) -> RulePlan:
-    """Works out what every array is made of.
+    """Computes the sources of every array.
 
     Arguments:
-        rules: turned so that their left side is what is stored.
-        stored: what is stored.
-        want: what is requested; None where rules alone decide.
-        strict: whether all that is stored must be used, all that rules make must be asked for,
-            and every rule must match both sides; if not, only what is stored.
-        keep_misfits: whether what is asked for in another shape than its rule finds is left alone,
-            and listed in `RulePlan.misfits`, instead of refused.
+        rules: oriented so that their left side is the stored one.
+        stored: the stored checkpoint.
+        want: the requested leaves; None if rules alone decide.
+        strict: whether all stored leaves must be used, all leaves that rules make must be
+            requested, and every rule must match both sides; if not, only the stored one.
+        keep_misfits: whether an array that is requested in another shape than its rule finds is
+            skipped, and listed in `RulePlan.misfits`, instead of refused.
         where: the checkpoint, for messages.
 
     Raises:
@@ -68,10 +68,10 @@ def make_plan(
 
 
 def offers(rules: CompiledRules, stored: StoredLeaves, want: Mapping[str, Fact]) -> dict[str, Made]:
-    """All that rules could make of what is stored, whether or not several rules could make it.
+    """All leaves that rules could make from a checkpoint, even if several rules could make them.
 
     Arguments:
-        want: what else is requested; gives sizes.
+        want: other requested leaves, which give sizes.
     """
     sized = _RulePlanner(rules, stored, want, False)
     sized.resolved([rule for rule in rules.rules if not rule.lifted])
@@ -82,7 +82,7 @@ def offers(rules: CompiledRules, stored: StoredLeaves, want: Mapping[str, Fact])
 
 
 StoredBlocks = Mapping[frozenset[str], tuple[CompiledExpr, axes.SegmentChoice]]
-"""The blocks of what is stored, by their axes."""
+"""The blocks of stored arrays, by their axes."""
 
 
 class _RulePlanner:
@@ -100,7 +100,7 @@ class _RulePlanner:
     ) -> None:
         self._rules, self._stored = rules, stored
         self._strict, self._keep_misfits = strict, keep_misfits
-        self.sizes = dict(sizes or {})  # of families of parameters, which their slots have too
+        self.sizes = dict(sizes or {})  # of families of parameters; their slots have the same
         self._have = LeafNames(stored.facts)
         self._want = None if want is None else LeafNames(want)
 
@@ -136,7 +136,7 @@ class _RulePlanner:
         return plan
 
     def _applicable(self, candidates: Sequence[Family]) -> list[Family]:
-        """The families to which a rule applies, after those that give way to others."""
+        """The families to which a rule applies, without those that yield to others."""
         choose_variants(candidates)
         if self._want is None:
             keep_ties(candidates, self._stored.entries)
@@ -172,13 +172,13 @@ class _RulePlanner:
         before: Sequence[Problem],
         left: tuple[LeafFacts, LeafFacts],
     ) -> list[Problem]:
-        """Why something is left over, and which rules apply to nothing.
+        """Why leaves are left over, and which rules apply to nothing.
 
         Arguments:
             candidates: all families that a rule matches.
-            mismatched: those that are left alone.
-            before: the problems that were found before.
-            left: what is not used, and what is not made.
+            mismatched: those that are skipped.
+            before: the problems that were already found.
+            left: the leaves that are not used, and those that are not made.
         """
         unused, unmade = (
             {name: fact for name, fact in facts.items() if not fact.dispensable} for facts in left
@@ -200,7 +200,7 @@ class _RulePlanner:
     def _likeliest(
         self, problems: Sequence[Problem], candidates: Sequence[Family], valid: Sequence[Family]
     ) -> list[Problem]:
-        """The problems after one that probably causes them all, if there is such a one."""
+        """The problems after one that probably causes them all, if there is one."""
         turned = explain.backwards(self._rules.rules, candidates, self._have)
         first = turned or explain.unfamiliar(self._rules.rules, valid, candidates, self._have)
         said = {problem.rule.statement for problem in first if problem.rule is not None}
@@ -208,7 +208,7 @@ class _RulePlanner:
         return [*first, *(further if valid or not turned else ())]
 
     def resolved(self, rules: Sequence[Rule]) -> list[Family]:
-        """Every family of arrays that a rule may be about."""
+        """Every family of arrays that a rule may match."""
         candidates = []
         for rule in rules:  # those of parameters come before those of their slots
             for family in families(rule, self._have, self._want):
@@ -229,13 +229,13 @@ class _RulePlanner:
 
 
 class _ArrayMaker:
-    """Works out what arrays are made of, and adds it to a plan.
+    """Computes the sources of arrays, and adds them to a plan.
 
     Arguments:
-        rules: turned so that their left side is what is stored.
-        stored: what is stored.
+        rules: oriented so that their left side is the stored one.
+        stored: the stored checkpoint.
         have: its names.
-        want: what is requested; None where rules alone decide.
+        want: the requested leaves; None if rules alone decide.
         conflicts: the names that several rules claim.
     """
 
@@ -253,8 +253,8 @@ class _ArrayMaker:
         self.problems: list[Problem] = []
 
     def make(self, valid: Sequence[Family]) -> None:
-        """Adds what rules make of families to which they apply, and the values that one side has
-        once and the other once per parameter."""
+        """Adds the arrays that rules make from families to which they apply, and the values that
+        one side has once and the other once per parameter."""
         for family in valid:
             self._make_of(family)
         for lift in self._rules.shared:
@@ -268,7 +268,7 @@ class _ArrayMaker:
                 self.plan.made.setdefault(name, self._copy_of(first, name, lift))
 
     def _make_of(self, family: Family) -> None:
-        """Adds what a rule makes of one family."""
+        """Adds the arrays that a rule makes from one family."""
         rule = family.rule
         try:
             if isinstance(rule.right, Nothing):
@@ -396,14 +396,14 @@ class _ArrayMaker:
         name: str,
         blocks: StoredBlocks,
     ) -> Made:
-        """What an array is made of, block by block.
+        """The sources of an array, block by block.
 
         Arguments:
             family: the arrays.
             expr: of the array.
             indices: the indices in its name.
             name: of the array.
-            blocks: of what is stored.
+            blocks: of the stored arrays.
         """
         rule = family.rule
         origins, sources, fills = self._pieces(family, expr, indices, blocks)
@@ -434,7 +434,7 @@ class _ArrayMaker:
     def _pieces(
         self, family: Family, expr: CompiledExpr, indices: Mapping[str, int], blocks: StoredBlocks
     ) -> tuple[list[str], list[MappedSource], list[Fill]]:
-        """The names of all that an array is made of, the arrays among these, and its padding."""
+        """The names of all sources of an array, the arrays among these, and its padding."""
         items = family.items(expr)
         origins: list[str] = []
         sources: list[MappedSource] = []
@@ -501,7 +501,7 @@ def _carry(rule: Rule, expr: CompiledExpr, name: str, source: str, facts: Sequen
 def _leave_alone(
     family: Family, plan: RulePlan, unused: LeafFacts, unmade: LeafFacts
 ) -> tuple[LeafFacts, LeafFacts]:
-    """Adds a family of the wrong shape to those left alone; returns what else is left over."""
+    """Adds a family of the wrong shape to the skipped ones; returns the other left-over leaves."""
     source = next(name for name in family.names_there() if name in unused)
     plan.misfits |= {name: source for name in family.names_asked() if name in unmade}
     matched_names = set(family.names_there())

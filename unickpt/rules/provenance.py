@@ -1,7 +1,7 @@
-"""Provenance: what the numbers of a converted checkpoint mean, recorded in its metadata.
+"""Provenance: the meaning of the numbers of a converted checkpoint, recorded in its metadata.
 
 The record has their conventions, the arithmetic that was applied to them, and the sizes of axes
-that are stored padded. It allows to refuse rules that would apply the same conversion twice.
+that are stored padded. With it, rules that would apply the same conversion twice are refused.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Provenance:
                 )
 
     def after(self, rules: CompiledRules, plan: RulePlan, where: str) -> Provenance:
-        """The record for what the rules make.
+        """The record for the result of the rules.
 
         Raises:
             RuleError: arithmetic would be applied to an array a second time.

@@ -27,10 +27,10 @@ class CompiledExpr:
 
     Arguments:
         pattern: of the names.
-        items: its axes; each pad is an axis, `...` is not spelled out.
-        arithmetic: what is done to the elements before they equal the other side's.
+        items: its axes; each pad is an axis, `...` is not expanded.
+        arithmetic: applied to the elements before they equal the other side's.
         law: how a slot of an optimizer follows the arithmetic; None if not given.
-        dtype: of the elements where this side is made.
+        dtype: of the elements when this side is made.
         tag: distinguishes its pads from those of other expressions.
     """
 
@@ -59,8 +59,8 @@ class CompiledExpr:
         """Scale and offset of the arithmetic.
 
         Raises:
-            RuleError: it needs an axis without a size, or a law that was not given; or what it
-                computes is too large.
+            RuleError: it needs an axis without a size, or a law that was not given; or its result
+                is too large.
         """
         try:
             affine = self._affine(sizes)
@@ -112,17 +112,17 @@ class Rule:
     """`left <-> right`.
 
     Arguments:
-        position: where it is written.
-        text: as it is written, or as what it was lifted from.
+        position: its place in the file.
+        text: as it is written, or the text from which it was lifted.
         left, right: terms, each with the names that are one array; or nothing.
         sizes: of axes, as given.
-        usual: those of axes whose sizes shapes may not tell; used only where they do not.
+        usual: sizes of axes that shapes may not determine; used only if they do not.
         optional: whether it may match nothing.
         default: whether it applies only to arrays that no other rule matches.
         function: the name of the function that relates the sides.
         moves: whether axes are moved as the rule says; some functions do that themselves.
-        parameter: of a rule for an optimizer's slots, that of their parameters, as text.
-        variant: of several rules with one text, of which one is meant, how unlikely this one is.
+        parameter: for a rule of an optimizer's slots, the rule of their parameters, as text.
+        variant: how unlikely this rule is among several readings of one text; one is meant.
     """
 
     position: SourcePosition = field(compare=False)
@@ -147,12 +147,12 @@ class Rule:
 
     @property
     def says_shapes(self) -> bool:
-        """Whether its axes tell anything of shapes: not where a function knows them better."""
+        """Whether its axes determine shapes: not if a function knows them better."""
         return self.moves or ELLIPSIS not in axes_of_sides([self.left, self.right])
 
     @property
     def lifted(self) -> bool:
-        """Whether it is about an optimizer's slots."""
+        """Whether it is a rule of an optimizer's slots."""
         return self.parameter is not None
 
     @property
@@ -165,7 +165,7 @@ class Rule:
 
     @property
     def statement(self) -> tuple[SourcePosition, str]:
-        """Where and how it is written; the same for all readings of one statement."""
+        """Its position and text; the same for all readings of one statement."""
         return self.position, self.text
 
     @property

@@ -1,4 +1,4 @@
-"""Files of rules: presets, and what includes name, which may be neither pipes nor devices."""
+"""Files of rules: presets and included files, which may be neither pipes nor devices."""
 
 from __future__ import annotations
 

@@ -74,9 +74,9 @@ class Rules(CompiledRules):
 
         Arguments:
             text: in the notation of docs/rules.md; or a dict of renames, where each key and its
-                value are the two sides of a rule: what is stored, and what it is loaded as.
-            sizes: extents of axes; they come before those in the text.
-            functions: what rules call by `via`.
+                value are the two sides of a rule: the stored and the loaded name.
+            sizes: extents of axes; they take precedence over those in the text.
+            functions: the functions that rules call by `via`.
             name: of the text, for messages.
 
         Raises:
@@ -124,22 +124,22 @@ class Rules(CompiledRules):
         """Derives the rules of an existing converter by running it.
 
         The converter is called several times with arrays whose elements are all different numbers,
-        which tell where each element went; then with fresh random numbers, on which the rules must
+        which show where each element went; then with fresh random numbers, on which the rules must
         do the same, in both directions. Its code is not read.
 
         Arguments:
-            function: takes a tree of arrays, such as a state dict, and returns another; or fills
-                the one that it is given, and returns None.
+            function: takes a tree of arrays, such as a state dict, and returns another; or changes
+                its argument in place, and returns None.
             example: of its argument: arrays, whose elements do not matter, anything with a shape
-                and a dtype, or shapes alone for float32. Small ones are faster, and tell as much.
+                and a dtype, or shapes alone for float32. Small ones are faster, and suffice.
             strict: whether to refuse a converter that makes some array in a way that no rule can
-                say; if not, `Rules.report` lists these.
-            framework: "numpy", "torch" or "jax": whose arrays the converter gets; as those of the
-                example unless given.
+                express; if not, `Rules.report` lists these.
+            framework: "numpy", "torch" or "jax": the type of the arrays that the converter gets; by
+                default that of the example.
             name: of the rules, for messages.
 
         Returns:
-            The rules; `report` says what they cover and what is lost, and has them as a text.
+            The rules; `report` lists what they cover and what is lost, and has them as a text.
 
         Raises:
             RuleError: an array depends on values, or its elements are in an order that axes do not
@@ -157,12 +157,12 @@ class Rules(CompiledRules):
 
     @classmethod
     def draft(cls, left: Any, right: Any, *, name: str = "draft") -> Rules:
-        """Rules from two sides that belong together: by values, names and shapes.
+        """Drafts rules for two matching sides, by values, names and shapes.
 
-        Where both hold the same weights, values decide what belongs together and in which order
-        axes are, also of square arrays. Else, or where values are all the same, names that share
-        their words do, if nothing else comes near and the sizes allow one order only. The rest
-        are guesses, which are no rules before you write them down as such.
+        If both hold the same weights, values decide which arrays match and the order of axes, even
+        for square arrays. Else, or for arrays of a single value, names with the same words decide,
+        if no other name is similar and the sizes allow only one order. The rest are guesses, which
+        are not rules until you write them down as such.
 
         Arguments:
             left, right: trees of arrays, or checkpoints: a path, a URL, or what `unickpt.open`
@@ -170,8 +170,8 @@ class Rules(CompiledRules):
             name: of the rules, for messages.
 
         Returns:
-            The certain rules; `report` has the guesses with their alternatives, and what is left
-            over, and all of it as a text.
+            The certain rules; `report` has the guesses with their alternatives, the left-over
+            names, and all of it as a text.
 
         Example:
             >>> import numpy as np
@@ -184,7 +184,7 @@ class Rules(CompiledRules):
         return rules
 
     def check(self, left: Any, right: Any, *, probes: int = 64, rtol: float = 1e-5) -> RulesCheck:
-        """Whether the rules make of the left side what the right side holds.
+        """Checks that the rules make the right side from the left side.
 
         Both must hold the same weights, such as a model before and after a conversion. A
         few elements of each array are compared: names and shapes do not show a wrong transpose of
@@ -192,12 +192,12 @@ class Rules(CompiledRules):
 
         Arguments:
             left, right: trees of arrays, or checkpoints: a path, a URL, or what `unickpt.open`
-                returned, of which only the chunks with these elements are read.
+                returned; only the chunks with the compared elements are read.
             probes: about how many elements of each array to compare.
-            rtol: the relative difference that counts as none for rules with arithmetic.
+            rtol: the relative difference to tolerate for rules with arithmetic.
 
         Returns:
-            What differs, with the likely reason; it is true if nothing does.
+            The differences, with likely reasons; true if there are none.
 
         Raises:
             RuleError: the rules do not fit the names and shapes.
@@ -232,7 +232,7 @@ class Rules(CompiledRules):
 
     @property
     def inverse(self) -> Rules:
-        """The other direction: what is the right side here is read.
+        """The other direction: reads the right side, and makes the left one.
 
         Raises:
             RuleError: a rule has none, because its function has none.
@@ -285,7 +285,7 @@ class Rules(CompiledRules):
         return html.page("Rules", "", facts, html.table(("", "rule"), rows, len(texts)))
 
     def __str__(self) -> str:
-        """The rules in the notation; a comment counts those from `lift` lines, which it lacks."""
+        """The rules in the notation; a comment counts those from `lift` lines, which are omitted."""
         lines = [rule.written for rule in self.rules if not rule.lifted]
         if count := len(self.rules) - len(lines) + len(self.shared):
             lines.append(
@@ -314,7 +314,7 @@ class _Compiler:
         files: Sequence[str],
         where: Mapping[str, int],
     ) -> None:
-        """Adds what the statements of a file say, and those of the files that it includes.
+        """Adds the statements of a file, and those of the files that it includes.
 
         Arguments:
             statements: of the file.
@@ -401,7 +401,7 @@ def _compile(
             rules += lifted
     for question in swapped_names(compiler.rules):
         warnings.warn(question, RuleWarning, stacklevel=3)
-    # A line that a preset has come to have as well counts once.
+    # A line that a preset also has counts once.
     once = tuple(dict.fromkeys(rules)), tuple(dict.fromkeys(shared))
     return Rules(*once, tuple(compiler.conventions), functions)
 
@@ -416,7 +416,7 @@ def _check_sizes(sizes: object) -> None:
 
 
 def _check_functions(functions: object) -> None:
-    """Raises RuleError if what `via` may name is not a dict of functions."""
+    """Raises RuleError if the functions for `via` are not a dict of functions."""
     if functions is None:
         return
     if not isinstance(functions, Mapping):
@@ -452,7 +452,8 @@ def _lines_of(renames: Mapping[str, str]) -> str:
 
 
 def _parse(line: IncludeLine, name: str, text: str) -> list[Statement]:
-    """The statements of an included file. Of one that may be no rule file, nothing is shown."""
+    """The statements of an included file. Messages show no contents of a file that may be no rule
+    file."""
     try:
         return parser.parse(text, name)
     except RuleSyntaxError as error:

@@ -1,4 +1,4 @@
-"""Scan: the lines of a rule file, each whole, word by word; says what is wrong where it stands."""
+"""Scan: reads the logical lines of a rule file word by word, and reports errors at their place."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _NO_PATTERN = (
 
 @dataclass(frozen=True)
 class LogicalLine:
-    """A logical line: the physical lines that it was put together from."""
+    """A logical line: the physical lines that were joined to it."""
 
     text: str
     starts: tuple[tuple[int, int, int, str], ...]  # offset, line number, indentation, its text
@@ -33,7 +33,7 @@ class LogicalLine:
 
 
 def logical_lines(text: str) -> Iterator[LogicalLine]:
-    """Lines without comments; one that is not complete takes the next one along."""
+    """Lines without comments; an incomplete line is joined with the next one."""
     logical, starts = "", []
     pending: list[tuple[int, str]] = [
         (number, line)
@@ -79,7 +79,7 @@ class LineScanner:
         self._line, self.text, self._file, self.at = line, line.text, file, 0
 
     def position(self, index: int | None = None) -> SourcePosition:
-        """Where the scanner is, or another place of the line."""
+        """The position of the scanner, or another one in the line."""
         return self._line.position(self._file, self.at if index is None else index)
 
     def fail(self, message: str, index: int | None = None) -> RuleSyntaxError:
@@ -87,7 +87,7 @@ class LineScanner:
         return syntax_error(message, self.position(index))
 
     def skip(self) -> None:
-        """Goes to the next character that is no space."""
+        """Skips to the next character that is no space."""
         match = _SPACE.match(self.text, self.at)
         self.at = match.end() if match else self.at
 
@@ -110,7 +110,7 @@ class LineScanner:
             raise self.fail(f"expected `{text}`{why}{hint}")
 
     def _no_arrow(self) -> str:
-        """What probably went wrong where `<->` is missing."""
+        """The probable error if `<->` is missing."""
         self.skip()
         before, remaining = self.text[: self.at].rstrip(), self.text[self.at :]
         arrow = _ARROW.match(remaining)
@@ -132,7 +132,7 @@ class LineScanner:
         return ": a rule is `stored name <-> name to load as`"
 
     def match(self, pattern: re.Pattern[str]) -> str | None:
-        """Takes what matches a pattern, if it comes next."""
+        """Takes a match of a pattern, if it comes next."""
         self.skip()
         match = pattern.match(self.text, self.at)
         if match is None:
@@ -157,7 +157,7 @@ class LineScanner:
         return name
 
     def end(self) -> None:
-        """Makes sure that nothing comes after this."""
+        """Checks that nothing follows."""
         self.skip()
         remaining = self.text[self.at :]
         if not remaining:

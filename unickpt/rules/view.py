@@ -38,10 +38,10 @@ class RuledView(View):
     """A checkpoint through rules.
 
     Arguments:
-        checkpoint: what is stored.
+        checkpoint: the stored checkpoint.
         rules: the rules.
-        plan: what they make of it.
-        requested: what is requested, where that is known.
+        plan: for applying them to it.
+        requested: the requested leaves, if known.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class RuledView(View):
 
     @cached_property
     def provenance(self) -> Provenance:
-        """What to record about the result.
+        """The provenance to record for the result.
 
         Raises:
             RuleError: the rules would apply arithmetic to an array a second time.
@@ -98,7 +98,7 @@ class RuledView(View):
         return _structure(self.checkpoint, self.plan.made, self.index.names)
 
     def is_dispensable(self, name: str) -> bool:
-        # Rules give the groups other names: it is among the stored ones that a flag is one.
+        # Rules rename the groups: only the stored names show that a leaf is a flag.
         values = self.checkpoint.index.values
         return may_lack(name, values.get(name, 0), values)
 
@@ -232,13 +232,13 @@ def through(
     """A checkpoint through rules.
 
     Arguments:
-        checkpoint: what is stored.
+        checkpoint: the stored checkpoint.
         rules: the rules.
-        requested: what is requested; None if the rules alone decide.
+        requested: the requested leaves; None if the rules alone decide.
         strict, keep_misfits: see `make_plan`.
 
     Raises:
-        RuleError: the rules do not fit what is stored or requested.
+        RuleError: the rules do not fit the stored or the requested leaves.
         TypeError: they are not `Rules`.
     """
     check_rules(rules)
@@ -258,17 +258,17 @@ def through(
         raise RuleError(f"{error}\nwhat may explain it: {checkpoint.lacks}") from error
     view = RuledView(checkpoint, rules, plan, requested)
     if RESERVED in metadata:
-        _ = view.provenance  # raises now what it raises
+        _ = view.provenance  # raises its errors now
     return view
 
 
 class Offered(Mapping[str, Any]):
-    """Everything that rules could make of a checkpoint, by name; computed on first access.
+    """All leaves that rules could make from a checkpoint, by name; computed on first access.
 
     Arguments:
-        checkpoint: what is stored.
+        checkpoint: the stored checkpoint.
         rules: the rules.
-        requested: returns what else is requested.
+        requested: returns the other requested leaves.
     """
 
     def __init__(
@@ -310,7 +310,7 @@ class Offered(Mapping[str, Any]):
 
 
 def _requested_facts(request: LoadRequest) -> dict[str, Fact]:
-    """What is requested, as rules see it."""
+    """The requested leaves, as rules see them."""
     return {name: _requested_fact(name, value, request) for name, value in request.leaves.items()}
 
 
@@ -327,7 +327,7 @@ def _requested_fact(name: str, value: Any, request: LoadRequest) -> Fact:
 def load_view(
     rules: CompiledRules, stored: Reader, like: Any, among: Sequence[Adapter], policy: Policy
 ) -> tuple[RuledView, LoadRequest | None]:
-    """As `LoadRules` of `unickpt.loading.request`: what `like` requests through rules.
+    """As `LoadRules` of `unickpt.loading.request`: the request of `like` through rules.
 
     Optimizers without state request what the rules could make.
     """
@@ -345,7 +345,7 @@ def load_view(
 
 
 def stored_facts(checkpoint: Reader) -> StoredLeaves:
-    """What is stored, as rules see it."""
+    """The stored leaves, as rules see them."""
     index = checkpoint.index
     entries = index.entries
     facts = {name: Fact(e.shape, e.dtype) for name, e in entries.items()}
@@ -360,14 +360,14 @@ def stored_facts(checkpoint: Reader) -> StoredLeaves:
 def _structure(
     checkpoint: Reader, made: Mapping[str, Made], names: Collection[str]
 ) -> tree.Node | tree.Leaf:
-    """The containers of what rules make."""
+    """The containers of the leaves that rules make."""
     source_by_name = {name: _source(array) for name, array in made.items()}
     sources = {name: source for name, source in source_by_name.items() if source is not None}
     return renamed(StoredView(checkpoint).node(), sources, names)
 
 
 def _source(made: Made) -> str | None:
-    """The stored leaf of which something is made, if it is one."""
+    """The stored leaf from which another one is made, if it is a single one."""
     if made.carried is not None or made.function is not None:
         return made.carried
     names = {source.entry.name for source in made.sources}

@@ -1,4 +1,4 @@
-"""What is given to a Checkpointer, checked: policies, roles, optimizers."""
+"""Checks the arguments of a Checkpointer: policies, roles, optimizers."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from unickpt.storage import paths
 
 
 class PolicyFields(TypedDict, total=False):
-    """What a Checkpointer takes in place of a policy: `keep_every=100` is short for
-    `keep=Retention(keep_every=100)`; see the policies for what each says."""
+    """The keywords of a Checkpointer in place of a policy: `keep_every=100` is short for
+    `keep=Retention(keep_every=100)`. The policies describe them."""
 
     keep_every: int | None
     keep_best: int | None
@@ -38,7 +38,7 @@ class PolicyFields(TypedDict, total=False):
 
 
 class StepArguments(LoadArguments, total=False):
-    """What `Checkpointer.load` takes by keyword, beside `return_report`."""
+    """The keywords of `Checkpointer.load`, besides `return_report`."""
 
     step: int | None
     fallback: bool
@@ -61,7 +61,7 @@ def take_policies(arguments: dict[str, Any]) -> tuple[Retention, SaveEvery, Save
 
 
 def take_retention(arguments: dict[str, Any]) -> Retention:
-    """What to keep: `keep`, `keep_last` and the like, taken out of the arguments of a Checkpointer.
+    """The retention: `keep`, `keep_last` and the like, removed from a Checkpointer's arguments.
 
     Raises:
         ValueError: it is not valid, or is given twice.
@@ -123,11 +123,11 @@ _INSTEAD = {
 
 
 def run_text(steps: Steps, closed: bool) -> str:
-    """A Checkpointer for people; on local disks with its steps: the first, and the last ones."""
+    """The repr of a Checkpointer; on local disks with its first and last steps."""
     parts = [repr(str(steps.root.location))]
     if steps.local is not None:
         parts.append(f"local={str(steps.local.location)!r}")
-    if not any(folder.location.is_remote for folder in steps.all):  # nor waits for a network
+    if not any(folder.location.is_remote for folder in steps.all):  # never waits for a network
         with suppress(Exception):
             numbers = sorted({step for folder in steps.all for step in steps.seen(folder)})
             shown = numbers if len(numbers) < 8 else [numbers[0], "...", *numbers[-4:]]
@@ -140,7 +140,7 @@ def fences_of(optimizers: Sequence[Any], wait: Callable[[], None]) -> list[Fence
 
     Arguments:
         optimizers: as given.
-        wait: what their next step waits for.
+        wait: called by their next step, to wait.
 
     Raises:
         ValueError: they are not a list of optimizers.

@@ -1,4 +1,4 @@
-"""The attempts to save in a checkpoint's folder: which made the checkpoint, and which are remains.
+"""The attempts in a checkpoint's folder: the one that made the checkpoint, and remains.
 
 Each attempt has a folder of its own, `processes/<attempt>/`.
 """
@@ -42,7 +42,7 @@ class Needed(SaveConflict):
 
 
 class Unremoved(StorageError):
-    """A checkpoint was removed, but not all of its files could be.
+    """A checkpoint was removed, but some of its files could not be removed.
 
     Arguments:
         location: of the checkpoint.
@@ -70,7 +70,7 @@ def attempts_of_checkpoint(location: Location, context: ts.Context) -> list[str]
 
 
 def attempts_in_use(location: Location, context: ts.Context) -> list[str]:
-    """The same, and those whose checkpoints were retired, but have chunks of others.
+    """The same, and attempts of retired checkpoints that have chunks of others.
 
     Raises:
         Failed: the storage failed.
@@ -85,14 +85,14 @@ def _retired_attempts(location: Location, context: ts.Context) -> list[str]:
 
 
 def remove_retired(location: Location, digest: str, context: ts.Context) -> bool:
-    """Removes what a retired checkpoint has, unless another needs it: first its manifest,
-    atomically, then its files.
+    """Removes a retired checkpoint, unless another one needs it: first its manifest, atomically,
+    then its files.
 
     Returns:
         Whether it is gone.
 
     Raises:
-        UnsupportedFormat: it needs what this program does not know; nothing was removed.
+        UnsupportedFormat: it needs features that this program does not know; nothing was removed.
         Failed: it could not be removed.
     """
     if borrowers.need_retired(location, digest, context):
@@ -135,12 +135,12 @@ def remove_empty(location: Location) -> None:
 
 
 def check_unneeded(location: Location, context: ts.Context) -> None:
-    """Checks that a checkpoint may be removed: that it has only what this program knows, and that
-    no checkpoint beside it borrows from it.
+    """Checks that a checkpoint may be removed: that this program knows all its features, and that
+    no sibling checkpoint borrows from it.
 
     Raises:
-        UnsupportedFormat: names what is not known.
-        Needed: names those that borrow.
+        UnsupportedFormat: names the unknown features.
+        Needed: names the borrowers.
         StorageError: the storage failed.
     """
     refuse_unknown(location, context)
@@ -159,7 +159,7 @@ def remove_checkpoint(location: Location, context: ts.Context) -> None:
     Raises:
         UnsupportedFormat: it needs what this program does not know; nothing was removed.
         Needed: others borrow from it; nothing was removed.
-        Unremoved: files are left; it has no manifest any more.
+        Unremoved: files are left, but no manifest.
         StorageError: it could not be removed.
     """
     check_unneeded(location, context)
@@ -178,7 +178,7 @@ def remove_checkpoint(location: Location, context: ts.Context) -> None:
 
 
 def check_removed(location: Location, attempts: Iterable[str], context: ts.Context) -> None:
-    """Checks that nothing is left of attempts, where a removal does not raise its errors.
+    """Checks that nothing is left of attempts, for removals that do not raise their errors.
 
     Raises:
         Unremoved: something is.

@@ -22,7 +22,7 @@ class Cleaning:
 
     Arguments:
         steps: of the run.
-        retires: whether a step that others borrow from is removed as well, all but its files.
+        retires: whether a step that others borrow from is also removed, except for its files.
     """
 
     def __init__(self, steps: Steps, *, retires: bool = False) -> None:
@@ -33,7 +33,7 @@ class Cleaning:
         self._reported: set[tuple[StepFolder, int]] = set()
 
     def start(self) -> None:
-        """Cleans in the background, after what was started before."""
+        """Cleans in the background, after earlier work."""
         self._work.add(self.clean)
 
     def wait(self) -> None:
@@ -46,7 +46,7 @@ class Cleaning:
             self._remove_left()
         root = self._steps.root
         root_steps = root.committed()
-        # Only by the steps in the root: a step that is not copied yet must not remove another
+        # Only by the steps in the root: a step that is not copied yet must not cause a removal
         # there.
         expendable = set(self._steps.expendable(root_steps))
         if self._steps.local is not None:
@@ -61,7 +61,7 @@ class Cleaning:
         self._remove_from({step: self._steps.newest_last(step, steps_by_folder) for step in steps})
 
     def _remove_from(self, folders: Mapping[int, Sequence[StepFolder]]) -> None:
-        """Removes steps, each from some folders; and what is left of retired ones."""
+        """Removes steps, each from some folders; and remains of retired steps."""
         # The newest first, because it may be the only one that borrows from the others.
         for step in sorted(folders, reverse=True):
             with self._steps.in_use.removing(step) as is_free:
@@ -75,11 +75,11 @@ class Cleaning:
         that removes steps in the background.
 
         Arguments:
-            retires: whether a step that others borrow from is removed for all but these even if
-                the run keeps such steps.
+            retires: whether a step that others borrow from is hidden from all but these even if the
+                run keeps such steps.
 
         Returns:
-            Whether it is gone. A failure is logged once, and tried again after the next save.
+            Whether it is gone. A failure is logged once, and retried after the next save.
         """
         try:
             folder.remove(step)
@@ -100,14 +100,14 @@ class Cleaning:
             return isinstance(error, attempt_folders.Unremoved)
 
     def _tell(self, folder: StepFolder, step: int, error: Exception) -> None:
-        """Says once that a step cannot be removed."""
+        """Logs once that a step cannot be removed."""
         if (folder, step) not in self._reported:
             _log.warning("cleaning up: %s; tried again after each save", error)
         self._reported.add((folder, step))
 
     def _remove_retired(self, folder: StepFolder) -> None:
-        """Removes what is left of retired steps that no step needs any more; those of earlier jobs
-        too, which may have saved with other arguments."""
+        """Removes the remains of retired steps that no step needs, including those of earlier jobs,
+        which may have saved with other arguments."""
         if folder not in self._retired:
             self._retired[folder] = folder.retired()
         for step, digest in sorted(self._retired[folder]):
@@ -118,7 +118,7 @@ class Cleaning:
                 self._tell(folder, step, error)
 
     def _remove_left(self) -> None:
-        """Removes what earlier removals have left."""
+        """Removes the remains of earlier removals."""
         context = paths.context()
         for (folder, step), attempts in list(self._left.items()):
             with self._steps.in_use.removing(step) as is_free, suppress(attempt_folders.Unremoved):
@@ -132,8 +132,8 @@ class Cleaning:
 
         Arguments:
             root_steps: the steps in the root.
-            in_root: those of them that no rule keeps there; those that are removed, or have to
-                stay, are taken out.
+            in_root: those of them that no rule keeps there; removed steps, and those that have to
+                stay, are removed from it.
         """
         local_steps = local.committed()
         expendable = set(self._steps.expendable([*root_steps, *local_steps]))
@@ -157,7 +157,7 @@ class Cleaning:
             return
         is_copied = versions.newer is Newer.SAME and version.name in self._steps.copied_versions
         if versions.newer is Newer.LOCAL and versions.root is not None:
-            # First the version that it replaces, which would count again.
+            # First the version that it replaces, which else would count again.
             is_expendable = is_expendable and step in in_root
             in_root.discard(step)
             if is_expendable:
@@ -167,7 +167,7 @@ class Cleaning:
 
     def remove_abandoned(self) -> None:
         """Removes steps from the local tier that do not count; see `Steps.versions`. If the root is
-        away, copying finds out later.
+        unreachable, copying reports it later.
 
         Raises:
             SaveConflict: another job saves here.

@@ -1,4 +1,4 @@
-"""What each version of a step in the local tier replaced and followed: notes in its folder."""
+"""Lineage notes: the versions that each version of a local step replaced and followed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _NOTE, _COPIED = "lineage", "copied"
 
 @dataclass(frozen=True)
 class Lineage:
-    """What a version of a step in the local tier replaced and followed, by the names of versions.
+    """The versions that a version of a step in the local tier replaced and followed, by name.
 
     Arguments:
         supersedes: the earlier versions of the same step, oldest first.
@@ -36,7 +36,7 @@ def record(step: Location, attempt: str, lineage: Lineage, *, fsync: bool) -> No
     Arguments:
         step: its location.
         attempt: its name.
-        lineage: what it supersedes and follows.
+        lineage: the versions that it supersedes and follows.
         fsync: whether the record must survive a power failure.
 
     Raises:
@@ -58,10 +58,10 @@ def record_copied(step: Location, version: Version, *, fsync: bool) -> None:
 
 
 def read(step: Location, version: Version) -> Lineage:
-    """What a version of a step superseded and followed, as far as it was recorded.
+    """The recorded lineage of a version of a step.
 
-    Where its manifest is damaged, so that its attempt is unknown, it superseded what any
-    attempt there did: reported damage is better than an older version in its place.
+    If its manifest is damaged, so that its attempt is unknown, it counts as superseding the
+    versions of all attempts there: reported damage is better than an older version in its place.
 
     Raises:
         StorageError: the storage failed.

@@ -1,8 +1,8 @@
-"""Orphans: what failed, killed and removed saves leave in a folder of checkpoints; finds and
-removes it.
+"""Orphans: finds and removes the remains of failed, killed and removed saves in a folder of
+checkpoints.
 
-Something is an orphan only if all of it looks like the output of a save. A folder with anything
-else in it, the target of a symbolic link, and what a save may still be writing are not orphans.
+An orphan must consist only of output of saves. A folder with anything else in it, the target of a
+symbolic link, and files that a save may still be writing are not orphans.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ _log = logging.getLogger("unickpt")
 RECENT_S = 900.0
 """For this long after its last write, a save may still be in progress."""
 
-# What saves and copies put below `processes/<attempt>/`: files of processes, also linked ones,
-# nodes of the root, chunks of bases, notes.
+# The contents of `processes/<attempt>/` from saves and copies: files of processes, also linked
+# ones, nodes of the root, chunks of bases, notes.
 _OURS = (
     r"(\d{5,9}/(d|reused)/[^/]+|root/([0-9a-f]{16}/)?[^/]+"
     r"|borrowed/(manifest\.ocdbt[^/]*|d/[^/]+)|(records|notes|borrowers)/[^/]+)"
@@ -54,10 +54,10 @@ class Orphan:
     Arguments:
         name: of the folder or file, below the folder that was searched.
         kind: "unfinished": a folder without a committed checkpoint; "unused": an attempt to save a
-            checkpoint that another attempt committed; "lock": a lock file; "export": what a killed
-            export wrote; "replaced": the checkpoint that a killed export was about to replace,
-            which is missing in its place, and is put back; "retired": a step that was removed
-            except for what others borrowed, and none of these is left.
+            checkpoint that another attempt committed; "lock": a lock file; "export": the output of
+            a killed export; "replaced": the checkpoint that a killed export was about to replace,
+            which is missing from its place and is restored; "retired": a step that was removed
+            except for borrowed chunks, and whose borrowers are gone.
         files: number of files.
         nbytes: bytes of all files, if known.
         age_s: seconds since the last write; None if the storage does not say.
@@ -102,7 +102,7 @@ def _files_by_folder(location: Location, context: ts.Context) -> dict[str, list[
 
 
 def _of_exports(folder: str) -> Iterator[Orphan]:
-    """What killed exports left in a local folder."""
+    """The remains of killed exports in a local folder."""
     for name, export_name, is_missing in export_leftovers.left_in(folder):
         files = list(local_folders.walk_all(os.path.join(folder, name)))
         count = sum(not f.name.endswith("/") for f in files)
@@ -169,7 +169,7 @@ class _SearchedFolder:
         return [n for n, files in self._attempts.items() if n not in used and _all_ours(files)]
 
     def _unneeded_retired(self) -> Iterator[Orphan]:
-        """The retired steps in a folder that nothing borrows from any more."""
+        """The retired steps in a folder from which no step borrows."""
         location, context, committed = self._location, self._context, list[str]()
         if location.has_file(MANIFEST, context):
             committed = attempt_folders.attempts_of_checkpoint(location, context)
@@ -201,7 +201,7 @@ class _SearchedFolder:
 def locks_of_marks(
     location: Location, attempts: Iterable[str], context: ts.Context
 ) -> Iterator[Orphan]:
-    """The lock files that killed processes left where they marked whose chunks they borrow.
+    """The lock files of killed processes, next to the marks of borrowers.
 
     Arguments:
         location: of a checkpoint.
@@ -228,7 +228,7 @@ def _attempts(files: Iterable[StoredFile]) -> dict[str, list[StoredFile]]:
     for file in files:
         attempt, _, path = file.name.removeprefix(_BELOW).partition("/")
         if attempt:
-            if attempt.endswith("?"):  # a link, for example, in the place of an attempt's folder
+            if attempt.endswith("?"):  # for example a link in place of an attempt's folder
                 path = attempt
             attempts.setdefault(attempt, []).append(file._replace(name=path))
     return attempts
@@ -254,8 +254,8 @@ def _size_and_age(files: Sequence[StoredFile]) -> tuple[int, float | None]:
 
 
 def _size_by_names(files: Iterable[StoredFile]) -> tuple[int, float | None]:
-    """The bytes of attempts and their age, where the storage does not say: by the names of their
-    objects. The age is unknown if a process has none yet."""
+    """The bytes of attempts and their age, from the names of their objects, if the storage does not
+    report them. The age is unknown if a process has no object yet."""
     times, nbytes, processes, dated_processes = [], 0, set[str](), set[str]()
     for file in files:
         process, _, path = file.name.partition("/")
@@ -274,11 +274,11 @@ _LOCK_S = 60.0
 
 @dataclass(frozen=True)
 class OrphanSearch:
-    """What a folder contains besides committed checkpoints.
+    """The contents of a folder besides committed checkpoints.
 
     Arguments:
-        orphans: what may be removed.
-        under_way: what a save may be writing now: everything written less than `RECENT_S` ago, or
+        orphans: may be removed.
+        under_way: may be in use by a save: everything written less than `RECENT_S` ago, or
             everything while a job holds the lease.
         unknown: orphans whose time of writing is unknown.
         holder: a description of the job that holds the lease on the folder, if any.
@@ -351,7 +351,7 @@ def clean(root: paths.PathLike, orphans: Sequence[Orphan]) -> list[Orphan]:
 
 
 def remove_crashed(step: Location, whole: Collection[str] | None, session: str = "") -> None:
-    """Removes what crashed saves left in the folder of a step; only for the job that has the lease.
+    """Removes the remains of crashed saves from the folder of a step; only with the lease.
 
     Arguments:
         step: the location of the step; nothing happens if it is a symbolic link.
@@ -387,7 +387,7 @@ def _lease_location(location: Location) -> Location:
 
 
 def _remove(location: Location, orphan: Orphan, context: ts.Context) -> bool:
-    """Removes an orphan; False if it has become a checkpoint meanwhile."""
+    """Removes an orphan; False if it has since become a checkpoint."""
     if orphan.kind == LOCK:
         location.remove_file(orphan.name, context)
         return True
@@ -400,7 +400,7 @@ def _remove(location: Location, orphan: Orphan, context: ts.Context) -> bool:
     if orphan.kind == RETIRED_STEP:
         digest = orphan.name.rpartition("/")[2]
         return attempt_folders.remove_retired(checkpoint_location, digest, context)
-    # Under which saves commit, after a look at their files.
+    # The lock under which saves commit, after checking their files.
     with locations.manifest_locked(checkpoint_location, _LOCK_S):
         if checkpoint_location.has_file(MANIFEST, context) and not set(names).isdisjoint(
             attempt_folders.attempts_in_use(checkpoint_location, context)
@@ -413,7 +413,7 @@ def _remove(location: Location, orphan: Orphan, context: ts.Context) -> bool:
 
 
 def _remove_of_export(folder: str, orphan: Orphan) -> None:
-    """Removes what a killed export wrote, or puts back what it was about to replace."""
+    """Removes the output of a killed export, or restores the checkpoint it was replacing."""
     (export_name,) = orphan.attempts
     with local_folders.locked(folder, f".{export_name}", _LOCK_S):  # under which exports commit
         if orphan.kind == EXPORT:

@@ -22,10 +22,10 @@ from unickpt.storage import errors, paths
 
 @dataclass(frozen=True)
 class PrunePlan:
-    """What pruning removes, and why the other steps stay.
+    """The steps that pruning removes, and why the others stay.
 
     Arguments:
-        removed: the steps that go, ascending.
+        removed: the steps to remove, ascending.
         borrowed: those of them whose files stay in part, with the steps that borrow from them.
         kept: the other steps, with the reasons.
     """
@@ -81,7 +81,7 @@ class PruneRun:
 
     @property
     def holder(self) -> str | None:
-        """Describes the job that saves into the run now; None if none is visible.
+        """Describes the job that currently saves into the run; None if none is visible.
 
         Raises:
             StorageError: a storage failed.
@@ -93,7 +93,7 @@ class PruneRun:
         return None
 
     def plan(self) -> PrunePlan:
-        """What to remove; changes nothing.
+        """Plans what to remove; changes nothing.
 
         Raises:
             CheckpointNotFound: the run has no step.
@@ -131,7 +131,7 @@ class PruneRun:
         return PrunePlan(sorted(removed), borrowed, reasons)
 
     def remove(self, plan: PrunePlan) -> list[int]:
-        """Removes the steps of a plan that still may go.
+        """Removes the steps of a plan that may still be removed.
 
         A process that is killed meanwhile leaves each step whole or removed; `unickpt clean`
         removes remains.
@@ -155,7 +155,7 @@ class PruneRun:
             self._steps.close()
 
     def _check_metric(self, metrics: Mapping[int, Mapping[str, float]]) -> None:
-        """Refuses to keep the best steps by a metric that none has: all would be removed."""
+        """Refuses to keep the best steps by a metric that no step has: all would be removed."""
         retention = self._retention
         if not any(map(retention.rates, metrics.values())):
             names = first_few(sorted(set[str]().union(*metrics.values())))
@@ -165,8 +165,8 @@ class PruneRun:
             )
 
     def _leaves_out(self, newest: int) -> bool:
-        """Whether saves of the run leave units out, so that each step borrows from those before it,
-        and they are retired instead of kept, as its Checkpointer does."""
+        """Whether saves of the run leave units out, so that each step borrows from earlier ones,
+        which are retired instead of kept, as by the run's Checkpointer."""
         try:
             reader = checkpoint.open(self._steps.path(newest))
             return unit_steps.stored(reader.metadata, str(reader.location)) is not None
@@ -174,7 +174,7 @@ class PruneRun:
             return False
 
     def _unknown(self, steps: Collection[int]) -> dict[int, str]:
-        """Those of some steps that need what this program does not know, and what that is."""
+        """The steps that need features that this program does not know, with those features."""
         reasons = dict[int, str]()
         for folder in self._steps.all:
             for step in {*steps} & {*folder.committed()}:
@@ -187,7 +187,7 @@ class PruneRun:
     def _unneeded(
         self, steps: Collection[int], *, retires: bool
     ) -> tuple[set[int], dict[int, Sequence[str]]]:
-        """Which of some steps can be removed, and those that steps that stay borrow from."""
+        """The steps that can be removed, and those from which remaining steps borrow."""
         removed, borrowed = set[int](), dict[int, Sequence[str]]()
         for step in sorted(steps, reverse=True):
             gone = {f"step_{other}" for other in removed}

@@ -1,5 +1,5 @@
-"""Removal of steps when a program asks for it, and before its first save; and what the processes of
-a job do together for it."""
+"""Removal of steps on request of a program, and before its first save; coordinates the processes of
+a job."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _log = logging.getLogger("unickpt")
 class Removal:
     """Removes steps: all processes of a job call it, process 0 removes, and the others wait.
 
-    What rules such as `keep_last` no longer keep is removed by `cleaning`.
+    `cleaning` removes steps that rules such as `keep_last` no longer keep.
 
     Arguments:
         steps, cleaning, features, queue: of the run.
@@ -88,7 +88,7 @@ class Removal:
         self._removed([step])
 
     def is_in_flight(self, step: int) -> bool:
-        """Whether a save of a step has begun and has not ended."""
+        """Whether a save of a step is in progress."""
         return step in self._steps.in_use.saved()
 
     def _settled(self, step: int, group: Group, drain: Callable[[], None]) -> list[int]:
@@ -103,15 +103,15 @@ class Removal:
         return committed_steps
 
     def _removed(self, steps: Sequence[int], newest: int | None = None) -> None:
-        """Records that no later save refers to steps that were removed, but to `newest`."""
+        """Records that later saves reference `newest` instead of removed steps."""
         self._features.removed(steps)
         if self._steps.recent in steps:
             self._steps.recent = newest
             self._queue.forget()
 
     def before_save(self, group: Group) -> None:
-        """Removes, before the first save, what no step of this run may come after: steps that
-        another run abandoned, those that `after` abandons, and those that other roles lack."""
+        """Removes, before the first save, steps that the steps of this run must not follow: those
+        that another run abandoned, that `after` abandons, or that other roles lack."""
         steps, roles = self._steps, self._steps.roles
         if steps.local is not None and group.count > 1:
             check_shared(group, steps.local)
@@ -129,8 +129,8 @@ class Removal:
         self.is_due = False
 
     def _part_from(self, roles: Roles) -> None:
-        """Removes this role's steps that the others lack, and records with which steps of these
-        no later ones belong together: what they have beyond the newest step of all."""
+        """Removes this role's steps that the others lack, and records the others' steps that never
+        match later ones: those beyond the newest step that all have."""
         _log.warning(
             "%s: going on from the newest step that all roles have: removing %s; %s of the others, "
             "which they have beyond it, will not count",
@@ -194,8 +194,8 @@ class Removal:
         self._steps.newest.clear()
 
     def _keep_later(self, removed: int, removed_steps: Collection[int]) -> None:
-        """Records, before the newest step of the root is removed, that the steps that only the
-        local tier has stay: they now follow the step before it.
+        """Records, before the newest step of the root is removed, that steps only in the local tier
+        stay: they now follow the step before it.
 
         Arguments:
             removed: the step.
@@ -250,7 +250,7 @@ def on_process_0(group: Group, where: Location, what: str, work: Callable[[], ob
     """Calls `work` on process 0, while the others wait for it.
 
     Raises:
-        ProcessFailed: on the others, if `work` raises an error; `where` and `what` say of what.
+        ProcessFailed: on the others, if `work` raises an error; names `where` and `what`.
     """
     barrier(group)
     error: Exception | None = None

@@ -73,7 +73,7 @@ class Retention:
         return all(rule is None for rule in rules)
 
     def rates(self, metrics: Metrics) -> bool:
-        """Whether a step with these metrics can be one of the best, or no rule asks for these."""
+        """Whether a step with these metrics can be one of the best; True if no rule needs that."""
         return self.metric is None or self.metric in metrics
 
     def how_to_rate(self, metrics: Metrics) -> str:

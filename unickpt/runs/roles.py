@@ -1,10 +1,10 @@
-"""Roles: parts of one job that save for themselves, each into a folder of its own; a step counts
-only once all of them have it.
+"""Roles: parts of one job that save separately, each into its own folder; a step counts only once
+all of them have it.
 
-The parts of a step must also belong together. What a role saved before the job was started again,
-and others did not, is of another course of the training than what these save later under the same
-number. So a role sets apart, when it starts, what the others have beyond the newest step that all
-have, and writes this down before its own first save: no such version ever counts. Nothing is
+The parts of a step must also belong together. A step that only some roles saved before a restart
+belongs to another course of the training than the step that the others save later under the same
+number. So when a role starts, it excludes the versions that others have beyond the newest step that
+all have, and records them before its own first save: no such version ever counts. Nothing is
 communicated, and no role changes another's folder.
 """
 
@@ -36,7 +36,7 @@ class Roles:
     def __init__(self, folder: StepFolder, other_folders: Sequence[StepFolder]) -> None:
         self._own, self._others = folder, other_folders
         self.apart: set[str] = set()
-        """Names of versions with which no step of this role belongs together."""
+        """Names of versions that match no step of this role."""
         self.behind: list[int] = []
         """This role's steps that the next ones replace, because not all roles have them."""
         newest = max(self.complete(folder.steady()), default=-1)
@@ -44,7 +44,7 @@ class Roles:
         self.set_apart(newest)
 
     def set_apart(self, after: int) -> None:
-        """Sets apart what the others have now after a step.
+        """Excludes the versions that the others currently have after a step.
 
         Raises:
             StorageError: the storage failed.
@@ -54,7 +54,7 @@ class Roles:
             self.apart |= {version.name for version in versions if version is not None}
 
     def record(self, *, fsync: bool) -> None:
-        """Writes down what is set apart; only with the lease of the own folder.
+        """Records the excluded versions; only with the lease of this role's folder.
 
         Raises:
             StorageError: the storage failed.
@@ -68,7 +68,7 @@ class Roles:
             self._own.location.store(paths.context(fsync=fsync)).write(NAME, data).result()
 
     def complete(self, steps: Iterable[int]) -> list[int]:
-        """Which of this role's steps all others have, too, ascending.
+        """This role's steps that all others have, too, ascending.
 
         Raises:
             StorageError: the storage failed.
@@ -85,8 +85,9 @@ class Roles:
     def expendable(
         self, retention: Retention, steps: Mapping[int, Metrics], protected: Collection[int]
     ) -> list[int]:
-        """As `Retention.expendable`, of the steps that all roles have. Later ones are kept, because
-        the others may be about to save them; of earlier ones, a role has failed to save its part.
+        """As `Retention.expendable`, for the steps that all roles have. Later steps are kept,
+        because the others may be about to save them; for earlier ones, a role failed to save its
+        part.
 
         Raises:
             StorageError: the storage failed.
@@ -108,7 +109,7 @@ def _belongs_together(step: int, folders: Sequence[StepFolder], apart: set[str])
 
 
 def _written(folder: StepFolder) -> set[str]:
-    """The versions that a role has set apart.
+    """The versions that a role has excluded.
 
     Raises:
         StorageError: they cannot be read.

@@ -1,4 +1,4 @@
-"""What a run asks of the features of its saves (`unickpt.features.RunFeature`)."""
+"""Calls the hooks of a run on the features of its saves (`unickpt.features.RunFeature`)."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from unickpt.storage import paths
 _log = logging.getLogger("unickpt")
 
 Listener = tuple[RunFeature, SaveFeature | None]
-"""A feature that hears how a save ends, with its part in this save."""
+"""A feature that is notified of the end of a save, with its part in this save."""
 
 
 def save_ended(listeners: Iterable[Listener], error: BaseException | None) -> None:
-    """Calls `RunFeature.after_save`. A feature that fails changes nothing about the save: the step
-    exists, or its own error is raised; so what the feature raises is logged."""
+    """Calls `RunFeature.after_save`. A failing feature does not affect the save, which has
+    committed the step or raises its own error; so the feature's error is logged."""
     for run_feature, feature in listeners:
         try:
             run_feature.after_save(feature, error)
@@ -48,12 +48,12 @@ class RunFeatures:
 
     @property
     def need_steps_before(self) -> bool:
-        """Whether steps refer to steps before them."""
+        """Whether steps reference earlier steps."""
         return any(run_feature.needs_steps_before for run_feature in self.of_run.values())
 
     def before_save(self, call: SaveCall) -> tuple[SaveOptions, dict[str, Any], list[Listener]]:
-        """The options with which a step is saved, what features say in its metadata, and those
-        that hear how the save ends, each with its part in this save."""
+        """The options of a step's save, the features' entries in its metadata, and the features to
+        notify of the end of the save, each with its part in this save."""
         features, metadata = [], dict[str, Any]()
         listeners: list[Listener] = []
         for feature in self._options.all_features:

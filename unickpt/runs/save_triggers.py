@@ -66,11 +66,11 @@ class SaveTriggers:
 
     @property
     def preempted(self) -> bool:
-        """Whether the processes agreed that one of them was told to stop."""
+        """Whether the processes agreed that one of them was requested to stop."""
         return self._preempted_at is not None
 
     def request_stop(self) -> None:
-        """Records that this process was told to stop."""
+        """Records that this process was requested to stop."""
         self._stop_requested.set()
 
     def is_due(self, step: int, group: Group, saved_at: float) -> bool:
@@ -79,7 +79,7 @@ class SaveTriggers:
         Arguments:
             step: the step.
             group: the job.
-            saved_at: when the last save began, as `time.monotonic` says.
+            saved_at: when the last save began, by `time.monotonic`.
 
         Raises:
             ValueError: the processes have no way to agree.
@@ -106,9 +106,9 @@ class SaveTriggers:
 class SigtermHandler:
     """Calls a function when the process receives SIGTERM, instead of ending it.
 
-    Handlers may be removed in any order, and by any thread, and others may be installed in between:
-    a handler that was removed, and one in a forked process, passes the signal on. When all are
-    removed, the signal does what it did before.
+    Handlers may be removed in any order and by any thread, and others may be installed in between:
+    a removed handler, or one in a forked process, forwards the signal. When all are removed, the
+    signal has its original effect.
 
     Arguments:
         callback: the function.
@@ -125,7 +125,7 @@ class SigtermHandler:
             _log.warning("only the main thread can handle SIGTERM; call Checkpointer.preempt()")
 
     def remove(self) -> None:
-        """Passes the signal on from now on; restores the previous handler if this thread can."""
+        """Forwards the signal from now on; restores the previous handler if this thread can."""
         _active.discard(self)
         if threading.current_thread() is threading.main_thread():
             _restore_signal()
@@ -146,8 +146,8 @@ if hasattr(os, "register_at_fork"):
 
 
 def _restore_signal() -> None:
-    """Restores what was there before the removed handlers, unless another handler was installed
-    after them; only on the main thread."""
+    """Restores the handler from before the removed ones, unless another one was installed after
+    them; only on the main thread."""
     while True:
         handler = getattr(signal.getsignal(signal.SIGTERM), "__self__", None)
         if not isinstance(handler, SigtermHandler) or handler in _active:

@@ -31,7 +31,7 @@ from unickpt.storage.ocdbt import MANIFEST, RETIRED
 _log = logging.getLogger("unickpt")
 _LISTINGS = 50
 PROBE = ".unickpt-"
-"""Prefix of files by which the processes of a job find out that they see the same folder."""
+"""Prefix of files by which the processes of a job check that they see the same folder."""
 _NAME = re.compile(r"step_(0|[1-9][0-9]{0,17})")
 
 
@@ -88,7 +88,7 @@ class StepFolder:
             is_whole = step in committed and len(attempts) == 1  # it must be the committed one
             orphans.remove_crashed(self.location_of(step), attempts if is_whole else None, session)
         for name in self.location.files(context):
-            if name.startswith(PROBE):  # of a job that was killed while it looked for it
+            if name.startswith(PROBE):  # of a job that was killed while it searched for it
                 self.location.remove_file(name, context)
 
     def path(self, step: int) -> str:
@@ -183,7 +183,7 @@ class StepFolder:
             if not committed:
                 return None
             version = self.version(committed[-1])
-            if version is not None:  # otherwise it was removed meanwhile
+            if version is not None:  # else it was just removed
                 return committed[-1], version
 
     def metrics(self, step: int) -> Mapping[str, float]:
@@ -208,7 +208,8 @@ class StepFolder:
         symbolic links: only removes the link itself.
 
         Raises:
-            UnsupportedFormat: it needs what this unickpt does not know; nothing was removed.
+            UnsupportedFormat: it needs features that this unickpt does not know; nothing was
+                removed.
             Needed: other steps borrow from it; nothing was removed.
             Unremoved: files are left; the next job recognises them, too.
             StorageError: it could not be removed.
@@ -225,7 +226,7 @@ class StepFolder:
             return borrowers.list_borrowers(self.location_of(step), paths.context())
 
     def retire(self, step: int) -> str | None:
-        """Makes a step one that only those see that have chunks in it.
+        """Retires a step: hides it from all steps but those that have chunks in it.
 
         Returns:
             The digest of its manifest; None if it is gone.
@@ -251,7 +252,8 @@ class StepFolder:
         }
 
     def remove_retired(self, step: int, digest: str) -> bool:
-        """Removes what is left of a retired step, unless a step needs it; says whether it is gone.
+        """Removes the remains of a retired step, unless a step needs it; returns whether it is
+        gone.
 
         Raises:
             UnsupportedFormat: it needs what this unickpt does not know; nothing was removed.
@@ -278,7 +280,7 @@ class StepFolder:
             )
 
     def check_no_link(self, step: int) -> None:
-        """Refuses to save a step through a symbolic link, or in the place of a file.
+        """Refuses to save a step through a symbolic link, or in place of a file.
 
         Raises:
             CheckpointExists: the step is a link; names its target.

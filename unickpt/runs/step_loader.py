@@ -1,4 +1,4 @@
-"""Loads a step from whichever tier has it, or an older one, alike on all processes."""
+"""Loads a step from the tier that has it, or an older one; the same on all processes."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ class StepLoader:
     def __init__(self, steps: Steps, group: Group, arguments: Mapping[str, Any]) -> None:
         self._steps, self._group, self._arguments = steps, group, arguments
         self.path: str | None = None
-        """From which a step was loaded."""
+        """The path from which a step was loaded."""
 
     def load(self, step: int | None, fallback: bool) -> tuple[int, Any]:
-        """Loads a step; returns its number and what `unickpt.load` returns.
+        """Loads a step; returns its number and the result of `unickpt.load`.
 
         Arguments:
             step: its number; None for the newest.
@@ -74,7 +74,7 @@ class StepLoader:
 
         Arguments:
             below: the step must be below this one; None for any step.
-            damaged: the steps that were tried before.
+            damaged: the steps that were already tried.
         """
         steps = [
             s for s in self._steps.counting() if s not in damaged and (below is None or s < below)
@@ -129,7 +129,7 @@ def _outcome(error: Exception | None, listed: bool) -> int:
 
     Arguments:
         error: the error that was raised, if any.
-        listed: whether the step was just listed; if it is missing then, it was removed since.
+        listed: whether the step was just listed; if it is missing anyway, it was removed since.
     """
     if error is None:
         return _FINE
@@ -139,7 +139,8 @@ def _outcome(error: Exception | None, listed: bool) -> int:
 
 
 def _no_step(location: Location) -> str:
-    """That a run has no step, and which folders it has instead, perhaps another system's."""
+    """Text for a run without steps, with the folders that it has instead, such as another
+    system's."""
     foreign_folders: list[str] = []
     with suppress(Failed):  # the folder does not exist
         folders = location.folders(paths.context())

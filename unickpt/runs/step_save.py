@@ -1,4 +1,4 @@
-"""One save of a step: what it stores about the step, and what happens before and after it."""
+"""One save of a step: its metadata, and the work before and after it."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class StepSave:
 
     Arguments:
         steps, cleaning, copying: of the run; only process 0 cleans and copies.
-        call: what is saved.
+        call: the arguments of the save.
         overwrite: whether it may replace a step.
-        listeners: features that hear how it ends.
+        listeners: features that are notified of its end.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class StepSave:
         self._lineage: lineage_notes.Lineage | None = None  # if it is to be copied
 
     def callbacks(self) -> SaveCallbacks:
-        """What the save calls before and after it."""
+        """The callbacks of the save."""
         ended = partial(self._steps.in_use.end, self)
         callbacks = self._begin, self._prepare, self._check, self._committed, self._failed, ended
         return SaveCallbacks(*callbacks)
@@ -64,7 +64,7 @@ class StepSave:
 
         Arguments:
             user_metadata: as for `Checkpointer.save`.
-            features: what features say.
+            features: the features' entries.
 
         Raises:
             UnsupportedLeaf: it cannot be stored.
@@ -115,8 +115,8 @@ class StepSave:
             self._lineage = self._copying.follow(self._step, attempt, overwrite=self._overwrite)
 
     def _check_failed(self) -> None:
-        """If the last save of this step failed after its commit, reports that error instead of only
-        the existing step.
+        """Reports the error of the last save of this step, if it failed after its commit, instead
+        of only the existing step.
 
         Raises:
             CheckpointExists: a save failed after it had committed the step.
@@ -155,11 +155,11 @@ class StepSave:
 
 
 def find_base(steps: Steps, is_needed: bool) -> str | None:
-    """The checkpoint to which the next save refers, if it does."""
+    """The checkpoint that the next save references, if any."""
     if not is_needed or steps.recent is None:
         return None
     if steps.local is not None and not steps.local.location.is_local:
-        return None  # what is copied to the root must not need another step
+        return None  # a step that is copied to the root must not need another one
     return steps.first.path(steps.recent)
 
 
@@ -199,5 +199,5 @@ def knowing(
         {"**": patterns} if isinstance(patterns, str) else dict(patterns or {})
         for patterns in (changed, options.changed)
     )
-    first = {} if isinstance(changed, str) else said  # it says nothing of single arrays
+    first = {} if isinstance(changed, str) else said  # it names no arrays
     return replace(options, changed={**first, **of_all, **said})

@@ -38,7 +38,7 @@ def step_number(step: object, what: str = "step ") -> int:
     """A step as an int, from any integer type, including NumPy's.
 
     Raises:
-        ValueError: it is not one that a Checkpointer would find again.
+        ValueError: a Checkpointer would not recognise its folder.
     """
     try:
         number = -1 if isinstance(step, bool) else operator.index(step)  # type: ignore[arg-type]
@@ -74,7 +74,7 @@ class TierVersions:
 
     @property
     def fault(self) -> str:
-        """What is wrong with the local version, where that of the root, or none, counts."""
+        """The damage of the local version, if that of the root, or none, counts."""
         if self.root is None:
             return "stale: another run removed the step, or went on from an earlier one,"
         is_whole = self.local is not None and self.local.attempt
@@ -87,7 +87,7 @@ class TierVersions:
 
 
 class StepsInUse:
-    """Steps that are being saved or copied are not removed; those being removed are neither."""
+    """Steps in use: a step that is being saved or copied is not removed, and vice versa."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -119,7 +119,7 @@ class StepsInUse:
     def copying(self, steps: Collection[int]) -> Iterator[None]:
         """Prevents removal of steps, after waiting until none of them is being removed."""
         with self._changed:
-            # Not skipped instead: a step also counts as being removed while it is decided whether.
+            # Not skipped instead: a step also counts as being removed during the decision on it.
             self._changed.wait_for(lambda: self._removed.isdisjoint(steps))
             self._copied.update(steps)
         try:
@@ -146,17 +146,17 @@ class StepsInUse:
 
 
 class Steps:
-    """The steps of a run, in the root and in front of it perhaps in a local tier.
+    """The steps of a run, in the root and perhaps in a local tier in front of it.
 
-    The leases are given back when nothing uses this object any more.
+    The leases are released when this object is no longer in use.
 
     Arguments:
         root: the folder of all kept steps.
         retention: which these are.
         local: where steps are committed first, if not in the root.
         roles: the folders of other roles, without which no step counts, if there are any.
-        after: the step after which the job continues, and sees of later ones only its own; None
-            for the newest.
+        after: the step after which the job continues; of later steps it sees only its own. None for
+            the newest.
 
     Raises:
         ValueError: both are the same folder.
@@ -295,10 +295,10 @@ class Steps:
         """The versions of a step in both tiers, and which of them is current: by what each
         superseded.
 
-        The local version is current if it superseded the root's, or if the root's is damaged.
-        Otherwise another job replaced the root's version, and the local one is stale. Where the
-        root has none, the local one is current unless another job removed it from the root or went
-        on from an earlier step there.
+        The local version is current if it superseded the root's, or if the root's is damaged. Else
+        another job replaced the root's version, and the local one is stale. If the root has none,
+        the local one is current unless another job removed it from the root or continued from an
+        earlier step there.
 
         Raises:
             StorageError: a storage failed.
@@ -339,7 +339,7 @@ class Steps:
             try:
                 self.check_newest(step, folder)
             except StorageError:
-                if folder is self.first:  # the root may be away; then copying reports it
+                if folder is self.first:  # if the root is unreachable, copying reports it
                     raise
 
     def check_newest(self, step: int, folder: StepFolder) -> None:
@@ -394,8 +394,8 @@ class Steps:
     def newest_last(
         self, step: int, steps_by_folder: Mapping[StepFolder, Collection[int]]
     ) -> list[StepFolder]:
-        """The folders that have a step, that with its current version last: a job that is killed
-        while it removes the step from one after the other leaves that version, or none.
+        """The folders that have a step, the one with its current version last: a job that is killed
+        while it removes the step from each leaves that version, or none.
 
         Arguments:
             step: its number.
@@ -477,7 +477,7 @@ def _is_abandoned(local: StepFolder, root: StepFolder, step: int, version: Versi
     """Whether a version that the root lacks was removed there, or another job left it behind.
 
     It is not abandoned if it follows the newest step of the root, or if a step that is in both
-    tiers follows it. A root without any step says nothing: its storage may be lost, or not mounted.
+    tiers follows it. A root without steps proves nothing: its storage may be lost, or not mounted.
     """
     lineage = lineage_notes.read(local.location_of(step), version)
     newest = root.newest()

@@ -63,7 +63,7 @@ class Copying:
         self._session = ""  # prefix of the names of this job's attempts
 
     def start(self) -> None:
-        """Copies in the background, after what was started before."""
+        """Copies in the background, after earlier work."""
         self._work.add(self.copy)
 
     def wait(self) -> None:
@@ -71,8 +71,8 @@ class Copying:
         self._work.wait()
 
     def follow(self, step: int, attempt: str, *, overwrite: bool) -> lineage_notes.Lineage:
-        """What a save in the local tier will supersede and follow; waits until another checkpoint
-        may wait to be copied.
+        """The lineage of a save in the local tier; waits until another checkpoint may wait to be
+        copied.
 
         Arguments:
             step: that is saved.
@@ -86,7 +86,7 @@ class Copying:
         """
         self._session = attempt.rpartition("-")[0]
         self._work.wait(_COPIES - 1)
-        with suppress(StorageError):  # it may be away; then copying finds out
+        with suppress(StorageError):  # if it is unreachable, copying reports it
             self._root.check_no_checkpoint()
             self._steps.check_newest(step, self._root)
         follows = self._followed()
@@ -121,7 +121,7 @@ class Copying:
             names = [*lineage.supersedes, local_version.name]
         try:
             root_version = self._root.version(step)
-        except StorageError:  # it may be away; then copying finds out
+        except StorageError:  # if it is unreachable, copying reports it
             if overwrite:
                 self._unseen.add(attempt)
             return names
@@ -173,7 +173,7 @@ class Copying:
                 if is_copied:
                     self._is_copied(step, version)
             except CheckpointCorrupt:
-                self._refused.add(version.name)  # otherwise each later save would try it again
+                self._refused.add(version.name)  # else each later save would retry it
                 raise
 
     def _is_copied(self, step: int, version: Version) -> None:
@@ -189,7 +189,7 @@ class Copying:
         """Whether a version in the local tier must be copied.
 
         Raises:
-            SaveConflict: this run saved it, and it does not supersede what the root has.
+            SaveConflict: this run saved it, and it does not supersede the root's version.
         """
         if versions.newer is Newer.LOCAL:
             return True
@@ -230,9 +230,9 @@ def copy_version(
         root: the folder to copy to.
         source: the folder where it is committed.
         step: its number.
-        version: what to copy.
+        version: the version to copy.
         replaced: the existing version that it may replace, if any.
-        base: an earlier step here, which nobody removes meanwhile: files that the step shares
+        base: an earlier step here that is not removed during the copy: files that the step shares
             with it are not sent.
         options: of the saves; their budget, timeout and way to compare apply.
 
@@ -243,7 +243,7 @@ def copy_version(
         CheckpointCorrupt: the source is damaged.
         StorageError: a storage failed.
         SaveConflict: another job saved here, or holds the lease.
-        UnsupportedFormat: one of the versions needs what this unickpt does not know.
+        UnsupportedFormat: one of the versions needs features that this unickpt does not know.
     """
     origin, destination = source.location_of(step), root.location_of(step)
     where = f"copying {origin} to {destination}"
@@ -296,7 +296,7 @@ def copy_version(
 
 
 def _base_files(root: StepFolder, reader: OcdbtReader, step: int) -> held_files.HeldFiles | None:
-    """What a step of the root, or the one it borrows from, has of the files of a checkpoint."""
+    """The files of a checkpoint that a step of the root, or the one it borrows from, has."""
     try:
         linked = held_files.linked_chunks(reader)
         base = ocdbt_reader.open(root.location_of(step)) if linked else None
@@ -311,7 +311,7 @@ def _base_files(root: StepFolder, reader: OcdbtReader, step: int) -> held_files.
 
 
 def _undo(root: StepFolder, step: int, version: Version, replaced: Version | None) -> None:
-    """Removes what a failed copy wrote, if nothing can need it."""
+    """Removes the output of a failed copy, if nothing can need it."""
     if replaced is not None and replaced.attempt == version.attempt:
         return  # it rewrote a damaged version in place
     if version.name in root.offered:
@@ -327,7 +327,7 @@ def _opened(origin: locations.Location, version: Version) -> OcdbtReader | None:
     """A version of a checkpoint; None if it is damaged, which the check of its copy explains.
 
     Raises:
-        UnsupportedFormat: it needs what this unickpt does not know.
+        UnsupportedFormat: it needs features that this unickpt does not know.
         StorageError: the storage failed.
     """
     pinned = Database(origin, paths.context(), version.manifest)
