@@ -205,7 +205,7 @@ def families(rule: Rule, have: LeafNames, want: LeafNames | None) -> list[Family
 
 
 def _paired(rule: Rule, expr: CompiledExpr, match: Match) -> dict[str, int] | None:
-    """The indices of the axes that pair arrays; None where no index makes the numbers."""
+    """The indices of the axes that pair arrays; None if no index gives the numbers."""
     indices = _indices(expr, match, rule.sizes)
     if indices is None:
         return None

@@ -107,7 +107,7 @@ def _other_prefix(pattern: Pattern, name: str) -> tuple[str, str] | None:
 def _shared_names(
     place: _LiftPlace, shared: Sequence[SharedState], names: Collection[str], is_left: bool
 ) -> Iterator[str]:
-    """The names of values that all parameters share, such as a step count, under the other prefix."""
+    """The names of shared values, such as a step count, under the other prefix."""
     for lift in shared:
         single = (lift.left if is_left else lift.right).single
         if single is not None and single.startswith(place.prefix):

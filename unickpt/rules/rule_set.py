@@ -285,7 +285,7 @@ class Rules(CompiledRules):
         return html.page("Rules", "", facts, html.table(("", "rule"), rows, len(texts)))
 
     def __str__(self) -> str:
-        """The rules in the notation; a comment counts those from `lift` lines, which are omitted."""
+        """The rules in the notation; a comment counts the omitted ones from `lift` lines."""
         lines = [rule.written for rule in self.rules if not rule.lifted]
         if count := len(self.rules) - len(lines) + len(self.shared):
             lines.append(
