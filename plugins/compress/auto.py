@@ -1,4 +1,5 @@
-"""`compression="auto"`: which arrays are stored compressed, and what is stored of their chunks.
+"""`compression="auto"`: which arrays are stored compressed, and in which form their chunks are
+stored.
 
 Each process compresses a sample of the first chunk that it writes of an array. Whether the array
 is compressed is decided only when all have written (`Auto.settle`), without any waiting: a chunk
@@ -45,8 +46,8 @@ _LEAST_BYTES = 64 << 10
 _PIECES, _PIECE_BYTES = 8, 32 << 10
 """Of a sample."""
 _MOST_OF_SAMPLE = 0.95
-"""An array must become smaller than that: what is compressed is decoded by each reader, and neither
-mapped into memory nor read in ranges."""
+"""An array must become smaller than that: each reader decodes compressed chunks, and can neither
+map them into memory nor read them in ranges."""
 
 
 @cache
@@ -103,7 +104,7 @@ class Auto(EncodingPolicy):
             is_raw = (lengths == raw) & bool(said) | is_elsewhere
             if not (is_framed | is_raw).all():
                 raise _contradiction(name, said)
-            # Who did not know what the base says has not looked: the next save shall.
+            # A process that did not know the base's choice has not tried: the next save does.
             encoding = () if is_known or said else None
             settled_arrays[name] = encoding, HEADER_BYTES * (is_framed & ~is_raw)
         return settled_arrays
@@ -138,16 +139,16 @@ class Compressing(SaveEncoder):
         self._is_known, self._alone = True, alone
         self._counting = threading.Lock()
         self.saved_bytes = 0
-        """By how much what was written became smaller."""
+        """How many bytes compression saved."""
 
     def is_undecided(self, entry: ArrayEntry) -> bool:
         """Whether chunks of an array may be frames that are stored as they are."""
         return is_undecided(entry)
 
-    # --- what the base says ---------------------------------------------------------------------
+    # --- choices of the base --------------------------------------------------------------------
 
     def follow(self, before: Index | None) -> None:
-        """Goes on with the choices of the base, whose chunks may become chunks of this save.
+        """Continues with the choices of the base, whose chunks may become chunks of this save.
 
         Arguments:
             before: its index; None if it cannot be read here, though perhaps by other processes.
@@ -221,7 +222,7 @@ def shorter(
     Arguments:
         entry, part: the array and its part.
         chunk: the elements.
-        value: what is stored of it without compression.
+        value: its stored form without compression.
     """
     nbytes = sum(map(len, value))
     zstd: Any = None if entry.dtype == "bool" else blosc_frames.compressor()

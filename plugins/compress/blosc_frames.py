@@ -1,9 +1,9 @@
-"""Frames of Blosc: a chunk as byte planes, each compressed by zstd alone; or stored as it is.
+"""Frames of Blosc: a chunk as byte planes, each compressed by zstd alone; or stored uncompressed.
 
 Every Blosc reads them: the format is that of c-blosc 1, `README_HEADER.rst` there. None writes them
-so fast: c-blosc hands zstd a whole block, at levels that look for repetitions, of which weights
-have none. Here each plane of a block is a stream of its own, of which zstd codes little but how
-frequent each byte is, and planes without a pattern, as the low bits of a mantissa, are stored.
+so fast: c-blosc hands zstd a whole block, at levels that search for repetitions, which weights do
+not have. Here each plane of a block is a stream of its own, where zstd codes little but byte
+frequencies, and planes without a pattern, as the low bits of a mantissa, are stored.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _LENGTH = struct.Struct("<i")
 
 
 def configuration(itemsize: int, *, bits: bool) -> dict[str, int | str]:
-    """What `zarr.json` says of frames.
+    """The entry of frames in `zarr.json`.
 
     Arguments:
         itemsize: bytes of an element.
@@ -45,7 +45,7 @@ def configuration(itemsize: int, *, bits: bool) -> dict[str, int | str]:
 
 
 def stored_header(nbytes: int, itemsize: int) -> memoryview:
-    """What begins a frame whose bytes follow as they are; the frame has as many bytes more."""
+    """The header of a frame whose bytes follow uncompressed; the frame is longer by this header."""
     return memoryview(_header(_STORED, itemsize, nbytes, nbytes + HEADER_BYTES))
 
 
@@ -55,7 +55,7 @@ def compressor() -> Any:
         import zstandard
     except ImportError:
         return None
-    # As good as no search for repetitions: what remains are the frequencies of bytes.
+    # Practically no search for repetitions: only byte frequencies are coded.
     parameters = zstandard.ZstdCompressionParameters(
         strategy=zstandard.STRATEGY_FAST,
         min_match=7,
@@ -134,7 +134,7 @@ def _split(data: Array, itemsize: int, planes: Array) -> None:
     words = data.view(f"<u{word}").reshape(-1, itemsize // word)
     for plane, out in enumerate(planes):
         column = words[:, plane // word]
-        # By shifts, of which compilers make vector instructions; a copy by strides is slow.
+        # By shifts, which compilers turn into vector instructions; a copy by strides is slow.
         np.copyto(out, column >> (8 * (plane % word)) if plane % word else column, casting="unsafe")
 
 

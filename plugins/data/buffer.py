@@ -24,7 +24,7 @@ class Buffer(Resumable):
     and each reads only its own.
 
     Arguments:
-        samples: what is in it at first: tokens (NumPy arrays, torch tensors on the host, or lists
+        samples: its initial content: tokens (NumPy arrays, torch tensors on the host, or lists
             of ints), or any nesting of containers, plain values and such arrays.
         ranks: which data-parallel rank this process is; by default each process is one.
 
@@ -96,7 +96,7 @@ def _blocks(saved: Saved, rank: int) -> int:
 
 
 def _pack(samples: Sequence[Any]) -> dict[str, Any]:
-    """A block: tokens of one type as one array with the lengths, anything else as it is."""
+    """A block: tokens of one type as one array with the lengths, anything else unchanged."""
     kinds = {_kind(sample) for sample in samples}
     if len(kinds) > 1 or None in kinds:
         return {"samples": list(samples)}
@@ -110,7 +110,7 @@ def _pack(samples: Sequence[Any]) -> dict[str, Any]:
 
 
 def _kind(sample: Any) -> tuple[str, str] | None:
-    """What a sample of tokens is, and its dtype; None for any other."""
+    """The container type of a sample of tokens, and its dtype; None for any other."""
     torch = sys.modules.get("torch")
     if type(sample) is np.ndarray and sample.ndim == 1 and sample.dtype.kind in "iuf":
         return "numpy", sample.dtype.str

@@ -38,11 +38,11 @@ class Positions:
         return self.left[turn] if behind < 0 else self.start + behind
 
     def of(self, rank: int, count: int, taken: int = 0) -> Iterator[int]:
-        """What a rank takes, from its turn `taken` on; endless."""
+        """The positions that a rank takes, from its turn `taken` on; endless."""
         return (self[turn] for turn in count_from(rank + count * taken, count))
 
     def after(self, taken: Sequence[int]) -> Self:
-        """What is left after each of the ranks that took turns has taken so many.
+        """The positions left after each of the ranks has taken so many.
 
         Raises:
             ValueError: a number is negative.

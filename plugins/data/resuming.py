@@ -1,4 +1,4 @@
-"""What all loaders share: how they collect their state, and resume from a saved one."""
+"""Shared by all loaders: collecting their state, and resuming from a saved one."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from unickpt.plugins.data.ranks import Ranks
 
 
 class Saved:
-    """What the ranks of a job saved; each is read when it is asked for.
+    """The saved states of a job's ranks; each is read on request.
 
     Arguments:
         values: of each process: `Sections`, or None where another one has the same rank.
@@ -53,7 +53,7 @@ class Saved:
             )
 
     def rank(self, rank: int) -> Sections:
-        """What a rank saved."""
+        """The saved state of a rank."""
         sections = self._sections_of(self._processes[rank])
         if _fact(sections, "rank", int) != rank:  # the ranks do not ascend with the processes
             processes = list(self._processes.values())
@@ -129,11 +129,11 @@ class Resumable(ABC):
 
     @abstractmethod
     def collect(self) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-        """The facts and the sections of the state as it is now."""
+        """The facts and the sections of the current state."""
 
     @abstractmethod
     def choose(self, saved: Saved) -> Any:
-        """What `resume` needs of what was saved; changes nothing.
+        """The part of the saved states that `resume` needs; changes nothing.
 
         Raises:
             LoadMismatch: it is of other data.
@@ -141,7 +141,7 @@ class Resumable(ABC):
 
     @abstractmethod
     def resume(self, chosen: Any) -> None:
-        """Goes on as `choose` said."""
+        """Resumes from the result of `choose`."""
 
     def prefetch(self, step: int) -> None:
         """Collects the state of a step that will save, while the step computes.
@@ -175,7 +175,7 @@ class Resumable(ABC):
         return PerProcess(value, self._redistribute)
 
     def load_state_dict(self, loaded: PerProcess) -> None:
-        """Takes what was loaded into the leaf of `state_dict`."""
+        """Takes the loaded state of the leaf of `state_dict`."""
         with self._changing():
             self.resume(loaded.value)
 

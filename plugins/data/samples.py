@@ -1,4 +1,4 @@
-"""`Samples`: the samples of a map-style dataset, of which data-parallel ranks take turns."""
+"""`Samples`: the samples of a map-style dataset, which data-parallel ranks take in turns."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _NONE = object()
 class Samples(Resumable):
     """The samples of a map-style dataset: ranks take turns on one order of all of them.
 
-    What is saved is where each rank is, a few numbers; no loader's own state. Another number of
-    ranks takes turns on what is left, so that all ranks have as many samples, but for one.
-    Iterating gives the batches of one epoch, or of the rest of it.
+    A save stores the position of each rank, a few numbers; not a loader's own state. Another number
+    of ranks takes turns on the remaining samples, so that the ranks' numbers of samples differ by
+    at most one. Iterating gives the batches of one epoch, or of the rest of it.
 
     Arguments:
         make: makes a loader of these samples in this order: `make(indexes)`; any iterable of

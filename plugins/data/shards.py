@@ -107,7 +107,7 @@ class Shards(Resumable):
 
 
 class _Shard:
-    """One shard, whose loader is made when its first batch is asked for.
+    """One shard, whose loader is made for its first batch.
 
     Arguments:
         make: as of `Shards`.
@@ -174,7 +174,7 @@ class _Shard:
         return {"epoch": self.epoch, "taken": self.taken, "state": state}
 
     def _repaired(self, state: Any) -> Any:
-        """torchdata's state, in which workers that gave no batch since are where they were loaded.
+        """torchdata's state; workers that gave no batch since the load have their loaded state.
 
         A worker may say that it is at its beginning until then, as with a dataset of Hugging Face
         (datasets 3.6): its samples would be drawn twice.
@@ -187,7 +187,7 @@ class _Shard:
         return {**state, "_snapshot": {**state["_snapshot"], "_worker_snapshots": workers}}
 
     def go_on(self, saved: Mapping[str, Any]) -> None:
-        """Goes on from what `state` returned."""
+        """Resumes from a result of `state`."""
         self.epoch, self.taken = saved.get("epoch", 0), saved.get("taken", 0)
         self._loader = self._batches = None
         self._state, self._fresh = saved["state"], {}

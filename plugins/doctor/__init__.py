@@ -1,1 +1,1 @@
-"""What an installation of unickpt has and what a path supports: the command `unickpt doctor`."""
+"""The command `unickpt doctor`: examines an installation of unickpt, and a path."""

@@ -1,4 +1,4 @@
-"""What a storage supports of what unickpt uses, tried out where a checkpoint would be."""
+"""Tests the storage operations that unickpt needs, at the place of a checkpoint."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class Ability:
     """Something that a storage can do, or not.
 
     Arguments:
-        name: what was tried.
-        works: whether it did what it should.
-        detail: how; or the error, and what that means for checkpoints.
+        name: of the tested operation.
+        works: whether it succeeded.
+        detail: how; or the error, and its consequence for checkpoints.
         is_needed: whether no checkpoint can be saved without it.
     """
 
@@ -78,11 +78,11 @@ def _of_folder(path: str) -> Iterator[Ability]:
 def _tried(
     name: str, work: Callable[[], object], detail: str, lack: str = "", *, is_needed: bool = False
 ) -> Ability:
-    """What became of trying something.
+    """The result of a test.
 
     Arguments:
         detail: if it works.
-        lack: what it means if it does not.
+        lack: the consequence if it does not.
     """
     try:
         work()

@@ -1,4 +1,4 @@
-"""doctor: what is installed, which plug-ins there are, and what a path supports."""
+"""doctor: installed packages, plug-ins, and the abilities of a path."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an installation of unickpt has, what of it does not work and why; what a path supports."""
+"""Examines an installation of unickpt: its packages, and why some do not work; and a path."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from unickpt.errors import PluginError
 from unickpt.extend import Door, PathLike, every_door, find_door, resolve_path
 from unickpt.plugins.doctor.abilities import Ability, abilities
 
-_DEVELOPERS = {"bench", "dev", "docs", "test", "all"}  # extras of which users need none
+_DEVELOPERS = {"bench", "dev", "docs", "test", "all"}  # extras that users do not need
 _REQUIREMENT = re.compile(r"""([A-Za-z0-9._-]+).*?(?:extra\s*==\s*["']([a-z0-9]+)["'])?\s*$""")
 
 
@@ -25,7 +25,8 @@ class Package:
     Arguments:
         name: of the package.
         version: None if it is not installed.
-        extra: what brings it, as in `pip install 'unickpt[extra]'`; empty if unickpt itself does.
+        extra: the extra that installs it, as in `pip install 'unickpt[extra]'`; empty if unickpt
+            itself does.
     """
 
     name: str
@@ -54,7 +55,7 @@ class Plugin:
 
 @dataclass(frozen=True)
 class DoctorReport:
-    """What `examine` found.
+    """The result of `examine`.
 
     Arguments:
         version: of unickpt.
@@ -106,7 +107,7 @@ def examine(path: PathLike | None = None) -> DoctorReport:
 
 
 def _packages() -> Iterator[Package]:
-    """Those that unickpt's metadata name, without what only its developers need."""
+    """The packages in unickpt's metadata, without those that only developers need."""
     try:
         requirements = metadata.requires("unickpt") or []
     except metadata.PackageNotFoundError:  # a tree of sources on the path

@@ -18,8 +18,8 @@ class Experts(SaveFeature):
     """The experts of a mixture of experts take turns: each save writes only some of them, and
     refers to the step before for the others, whose state is then older. See docs/experts.md.
 
-    What matches no key is written every time. The first save, and the next after one that failed,
-    write all.
+    Arrays that match no key are written every time. The first save, and the next after one that
+    failed, write all.
 
     Arguments:
         each_save: how many experts a save writes, by key. For experts that have arrays of their
@@ -70,6 +70,6 @@ class Experts(SaveFeature):
         )
 
     def in_run(self, run: Run) -> PartialSaves:
-        """What a run asks before each save and after each load."""
+        """The object that a run calls before each save and after each load."""
         choose = most_lost if self.choose == "most_lost" else self.choose
         return PartialSaves(ExpertKeys(self.each_save), choose, self.plt_budget, run)

@@ -1,4 +1,4 @@
-"""The saves of a run that write only some experts: which step they refer to, and what it lacks."""
+"""The saves of a run that write only some experts: the step that they refer to, and its gaps."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ _log = logging.getLogger("unickpt")
 
 
 class PartialSaves(RunFeature):
-    """What a run knows of the experts in its newest step, alike on all processes.
+    """The facts that a run keeps of the experts in its newest step, alike on all processes.
 
-    A save does not wait for the one before: what that will have is known, if it refers to a step
-    that all processes know. If it fails after all, the next one, which has begun, takes what it
-    does not write from the step before, and the next after that writes all.
+    A save does not wait for the one before: the outcome of that is known, if it refers to a step
+    that all processes know. If it fails after all, the next one, which has begun, takes the experts
+    that it does not write from the step before, and the one after that writes all.
 
     Arguments:
         keys: name the experts.
@@ -52,13 +52,13 @@ class PartialSaves(RunFeature):
         self._lock = threading.Lock()
         self._known = _KnownSave()
         self._forgotten = 0
-        """How often it was forgotten: what begun before that is no base."""
+        """How often it was forgotten: a save that began before is no base."""
         self._is_predicted = True
-        """Whether `_known` is what the last save will have; else it has to end first."""
+        """Whether `_known` is the outcome of the last save; else it has to end first."""
         self._most = None if run.is_local else MOST_BASES - 1
 
     def before_save(self, call: SaveCall) -> tuple[SaveFeature, Mapping[str, Any]]:
-        """What a save does with experts.
+        """The part of a save that handles experts.
 
         Arguments:
             call: to save it; token counts are taken out of it.
@@ -90,18 +90,18 @@ class PartialSaves(RunFeature):
         )
 
     def after_save(self, feature: SaveFeature | None, error: BaseException | None) -> None:
-        """Records what the newest step has, or that this is not known."""
+        """Records the experts of the newest step, or that they are not known."""
         if error is not None:
             self._forget()
         elif isinstance(feature, _ExpertsOfSave):
             self._committed(feature.save)
 
     def _selected(self, save: _ExpertSave, newest: _KnownSave, chosen: Chosen) -> None:
-        """Records what a save will have once it has ended."""
+        """Records the experts that a step will have once its save has ended."""
         index, base, written = chosen.index, chosen.base, chosen.written
         after = None
         if base is not None and written is not None:
-            # Only process 0 knows the tokens; and who writes what, of a job of other processes.
+            # Only process 0 knows the tokens; and the writers, for a job of other processes.
             if index.processes == 1 or (self._choose is None and base.processes == index.processes):
                 after = base.followed_by(save.path, save.attempt, written)
         elif index.processes == 1:
@@ -127,8 +127,8 @@ class PartialSaves(RunFeature):
         self._remember(save.step, save.path, lambda: open_own(location), restarted=False)
 
     def after_load(self, step: int, path: str, stored: Reader | None) -> None:
-        """Records that the run goes on from a step; if it was loaded from elsewhere than where the
-        run saves, the next save writes all experts."""
+        """Records that the run resumes from a step; if it was loaded from another place than the
+        run's, the next save writes all experts."""
         self._forget()
         self._remember(step, path, lambda: stored, restarted=True)
 
@@ -167,13 +167,13 @@ class PartialSaves(RunFeature):
 
 @dataclass(frozen=True)
 class _KnownSave:
-    """What the next save follows.
+    """The step that the next save follows.
 
     Arguments:
         step: its number; None if the next save writes all.
-        record: what it records of its experts.
-        base: it.
-        earlier: what the step before it records.
+        record: of its experts.
+        base: its experts.
+        earlier: the record of the step before it.
     """
 
     step: int | None = None
@@ -190,7 +190,7 @@ class _ExpertSave:
         step, path: of the checkpoint.
         attempt: that makes it.
         forgotten: see `PartialSaves`.
-        outcome: what it will have; None if that is read once it has ended.
+        outcome: the experts that it will have; None if they are read once it has ended.
     """
 
     step: int
@@ -205,8 +205,8 @@ class _ExpertsOfSave(SaveFeature):
 
     Arguments:
         keys: name them. Saves with the same ones are alike, for the plans that saves share.
-        save: what is known of it.
-        begin: returns what it leaves out.
+        save: facts about it.
+        begin: returns the arrays that it leaves out.
     """
 
     name = "experts"

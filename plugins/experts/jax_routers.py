@@ -12,7 +12,7 @@ from unickpt.plugins.experts.routers import SeenBefore, is_router, layer_beside
 
 
 class RouterTokens(SeenBefore):
-    """Counts how many tokens go to each expert, by what the modules sow, for
+    """Counts how many tokens go to each expert, from values that modules sow, for
     `Checkpointer.save(tokens=)`.
 
     A module sows the numbers of the experts that it chose, `self.sow("intermediates", "chosen",
@@ -22,9 +22,9 @@ class RouterTokens(SeenBefore):
         sown: a pattern of the names under which they are sown, such as `**/chosen`: `*` is one
             component, `**` any number of them.
         count: how many experts there are.
-        experts: the name of the experts beside what is sown: `experts` for
-            `layers_0/moe/experts/3/w1` beside `layers_0/moe/chosen`, `up` for a stacked array.
-        counted: whether what is sown is how many tokens each expert got, not their numbers.
+        experts: the name of the experts next to the sown values: `experts` for
+            `layers_0/moe/experts/3/w1` next to `layers_0/moe/chosen`, `up` for a stacked array.
+        counted: whether the sown values are token counts of the experts, not experts' numbers.
 
     Example:
         >>> counter = RouterTokens("**/chosen", 3)
@@ -41,12 +41,12 @@ class RouterTokens(SeenBefore):
         self._counts: dict[str, Any] = {}
 
     def add(self, intermediates: Any) -> None:
-        """Adds what one step has sown.
+        """Adds the sown values of one step.
 
         Arguments:
             intermediates: `variables["intermediates"]` of Flax Linen, returned by `apply(...,
-                mutable="intermediates")`; or what a function in `nnx.capture(nnx.Intermediate)`
-                returns beside its result.
+                mutable="intermediates")`; or the second result of a function in
+                `nnx.capture(nnx.Intermediate)`.
 
         Raises:
             ValueError: nothing matches, or it is not what it should be.

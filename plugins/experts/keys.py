@@ -32,10 +32,10 @@ class ExpertKey:
 
     @classmethod
     def of(cls, text: object, value: object) -> ExpertKey:
-        """A key as it is given.
+        """A key from its text.
 
         Raises:
-            ValueError: it is not valid; says what is.
+            ValueError: it is not valid; names the valid forms.
         """
         if not isinstance(text, str) or not text:
             raise ValueError(f"experts: the key {text!r} is not a name")
@@ -154,7 +154,7 @@ class ExpertKeys:
         """The key of the experts of a layer, as of `ArrayUnits.key`.
 
         Arguments:
-            layer: a key, or what stands before the number in the name of an array of one expert, or
+            layer: a key, or the part before the number in the name of an array of one expert, or
                 the name of an array of stacked experts.
 
         Raises:

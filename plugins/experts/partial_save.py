@@ -1,4 +1,4 @@
-"""What one save does with experts: which it writes, and which it takes from the step before."""
+"""The experts in one save: which it writes, and which it takes from the step before."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from unickpt.plugins.experts.record import Choose, ExpertRecord, choose, recorde
 
 
 def _stored_as(entry: ArrayEntry, index: Index) -> tuple[object, ...]:
-    """What must be alike in the base. Chunks may differ, which are then copied; but not of a
-    codec that is none of Zarr's, which would encode the copies again."""
+    """The facts of an array that must be equal in the base. Chunk shapes may differ: chunks are
+    then copied, except with codecs that are not Zarr's, which would encode the copies again."""
     if entry.codec is None:
         return entry.shape, entry.dtype
     compression = common_codec(index.compression)
@@ -36,12 +36,12 @@ class PartialBase:
     Arguments:
         path: of the checkpoint.
         attempt: that made it, by which another checkpoint at this path is noticed.
-        arrays: of its arrays with experts what must be alike.
-        steps: of which step its experts are.
+        arrays: of its arrays with experts, the facts that must be equal.
+        steps: the step of each of its experts.
         orders: by key, the experts in the order of their turns.
         writers: by key and expert, the bytes of each process that saves now.
         processes: how many made it.
-        before: what is referred to instead if the save of this one, which had not ended, fails.
+        before: the base to refer to instead if the save of this one, which had not ended, fails.
     """
 
     path: str
@@ -57,12 +57,12 @@ class PartialBase:
     def of(
         cls, path: str, attempt: str, index: Index, steps: UnitSteps, keys: ExpertKeys
     ) -> PartialBase:
-        """What has to be kept of a checkpoint's index until the next save.
+        """The facts of a checkpoint's index that have to be kept until the next save.
 
         Arguments:
             path, attempt: of the checkpoint.
-            index: its index; of a job of one process, it may be what that process saves.
-            steps: of which step its experts are.
+            index: its index; of a job of one process, it may be that process's own.
+            steps: the step of each of its experts.
             keys: name the experts.
         """
         stored = {n: _stored_as(index.arrays[n], index) for n in _arrays_with_experts(index, keys)}
@@ -85,7 +85,7 @@ class PartialBase:
         return replace(base, orders=orders, writers=writers)
 
     def followed_by(self, path: str, attempt: str, chosen: UnitSteps) -> PartialBase:
-        """What there will be once a save that refers to this one has ended."""
+        """The experts that a step will have once a save that refers to this one has ended."""
         steps = {
             key: {**expert_steps, **chosen.get(key, {})} for key, expert_steps in self.steps.items()
         }
@@ -129,9 +129,9 @@ class Chosen:
     """What a save does with experts.
 
     Arguments:
-        index: what this process has to save.
-        record: what the checkpoint records of its experts; only process 0 knows the token counts.
-        steps: of which step the experts of this process are once they are saved.
+        index: of this process's state.
+        record: of the checkpoint's experts; only process 0 knows the token counts.
+        steps: the step of each of this process's experts once they are saved.
         written: the experts that are written, by key; None if all are.
         base: has the others.
     """
@@ -150,14 +150,14 @@ class PartialSave:
     Arguments:
         units: name the experts.
         step: that is saved.
-        before: what the step before records of its experts.
+        before: the record of the step before.
         base: that step, whose experts it may refer to; None if it must write all.
         choose: chooses the experts to write, if they do not take turns.
         seen: token counts by layer; on process 0 only.
         layers: for each of these layers, the key of its experts.
-        earlier: what the step records that is before `base.before`.
+        earlier: the record of the step before `base.before`.
         most_bases: how many checkpoints it may refer to; None if it only makes links.
-        selected: called with what was chosen.
+        selected: called with the chosen experts.
     """
 
     units: ExpertKeys
@@ -196,7 +196,7 @@ class PartialSave:
     def _steps(
         self, units: Mapping[str, ArrayUnits], chosen: UnitSteps | None, base: PartialBase | None
     ) -> UnitSteps:
-        """Of which step the experts of this process are once they are saved."""
+        """The step of each of this process's experts once they are saved."""
         steps: dict[str, dict[int, int]] = {}
         for array_units in units.values():
             expert_steps = steps.setdefault(array_units.key, {})

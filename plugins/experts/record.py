@@ -1,4 +1,4 @@
-"""Partial experts: which experts of a mixture of experts a save writes, and what is known of all.
+"""Partial experts: which experts of a mixture of experts a save writes, and the record of all.
 
 The idea, and the measure of lost tokens, are those of MoC-System (Cai et al., arXiv 2408.04307):
 the experts take turns, and a restart loses what those learned that were not saved last.
@@ -24,13 +24,13 @@ _Count = TypeVar("_Count", int, float)
 
 @dataclass(frozen=True)
 class ExpertFacts:
-    """What `choose` is called with: the experts of one key, as they are in the newest step.
+    """The argument of `choose`: the experts of one key in the newest step.
 
     Arguments:
         key: of `Experts`.
         experts: their numbers, ascending.
         k: how many to save.
-        steps: the step of which each one's state is.
+        steps: the step of each one's state.
         lost: how many tokens each one's stored state lacks, where token counts are given.
     """
 
@@ -46,7 +46,7 @@ Choose = Callable[[ExpertFacts], Sequence[int]]
 
 @dataclass(frozen=True)
 class TokenCounts:
-    """What the experts of one layer were trained on.
+    """The token counts of the experts of one layer.
 
     Arguments:
         seen: tokens of each expert since the start of the run.
@@ -66,10 +66,10 @@ class TokenCounts:
 
 @dataclass(frozen=True)
 class ExpertRecord:
-    """What a checkpoint records of its experts.
+    """The record of experts in a checkpoint.
 
     Arguments:
-        steps: of which step the state of each is.
+        steps: the step of each one's state.
         layers: the token counts of each layer, where they are given.
         doublings: how often the number of experts to save was doubled.
         keys: for each layer, the key of its experts.
@@ -100,7 +100,7 @@ class ExpertRecord:
         return totals
 
     def restarted(self, budget: float | None) -> ExpertRecord:
-        """The record of a run that goes on from this step.
+        """The record of a run that resumes from this step.
 
         If the tokens that this restart lost, lost once more, exceeded the budget, twice as many
         experts are saved from now on, which about halves what the next restart loses. So the sum
@@ -210,7 +210,7 @@ def choose(
         order: in which they take turns at first; None for that of their numbers.
 
     Raises:
-        ValueError: it chose what is not an expert.
+        ValueError: it chose a number that is not an expert.
     """
     steps = record.steps[text]
     experts = tuple(sorted(steps))
@@ -246,7 +246,7 @@ def _in_turn(experts: Sequence[int], steps: Mapping[int, int]) -> list[int]:
 
 
 def stored(metadata: Mapping[str, Any], where: str) -> ExpertRecord | None:
-    """What a checkpoint records of its experts; None if it records nothing.
+    """The record of experts in a checkpoint; None if there is none.
 
     Raises:
         CheckpointCorrupt: it is malformed.
@@ -281,7 +281,7 @@ class _StoredRecord(msgspec.Struct):
 
 
 def recorded(metadata: Mapping[str, Any], record: ExpertRecord) -> dict[str, Any]:
-    """The metadata of a checkpoint with what it records of its experts."""
+    """The metadata of a checkpoint with the record of its experts."""
     return {
         **metadata,
         RESERVED_METADATA: {**metadata[RESERVED_METADATA], _MEMBER: record.to_json()},

@@ -9,13 +9,13 @@ from unickpt.extend import name_matches
 
 
 class SeenBefore:
-    """The counts of the jobs before, which one that goes on adds to its own."""
+    """The counts of earlier jobs, which a resumed one adds to its own."""
 
     def __init__(self) -> None:
         self._before: dict[str, dict[int, float]] = {}
 
     def resume(self, metadata: Mapping[str, Any]) -> None:
-        """Goes on from the counts that a checkpoint records.
+        """Resumes from the counts that a checkpoint records.
 
         Arguments:
             metadata: of the step that was loaded, such as
@@ -36,7 +36,7 @@ class SeenBefore:
 
 
 def layer_beside(router: str, experts: str, separator: str) -> str:
-    """The name of the experts beside a router, as in the names of their arrays.
+    """The name of the experts next to a router, as in the names of their arrays.
 
     Example:
         >>> layer_beside("layers.0.moe.gate", "experts", ".")

@@ -15,22 +15,22 @@ class RouterTokens(SeenBefore):
     """Counts how many tokens the routers of a model give to each expert, by forward hooks, for
     `Checkpointer.save(tokens=)`.
 
-    Only modules that are in training mode are counted, and what is computed again in the backward
-    pass (activation checkpointing) is not counted twice. The counts stay on the device of the
-    router, and nothing waits for it before `tokens` is called.
+    Only modules that are in training mode are counted, and recomputation in the backward pass
+    (activation checkpointing) is not counted twice. The counts stay on the device of the router,
+    and nothing waits for it before `tokens` is called.
 
     Arguments:
         model: with the routers.
         routers: a pattern of the names of their modules, such as `**.gate`: `*` is one component,
             `**` any number of them.
-        experts: the name of the experts beside a router: `experts` for `layers.0.moe.experts.3.w1`
-            beside `layers.0.moe.gate`, `experts.w1` for a stacked array.
-        top_k: to how many experts each token goes, by the largest of what the router returns. Not
-            needed if that is the numbers of experts.
+        experts: the name of the experts next to a router: `experts` for `layers.0.moe.experts.3.w1`
+            next to `layers.0.moe.gate`, `experts.w1` for a stacked array.
+        top_k: how many experts each token goes to, by the largest outputs of the router. Not needed
+            if the router returns the numbers of experts.
         count: how many experts there are; by default as many as the router's `weight` has rows.
-        chosen: returns the numbers of the experts, in a tensor of integers, given what the router
-            returns. By default that is the only tensor of integers in it, or of the only tensor of
-            floats the positions of the `top_k` largest.
+        chosen: returns the numbers of the experts, in a tensor of integers, given the router's
+            result. By default the only tensor of integers in it, or the positions of the `top_k`
+            largest in the only tensor of floats.
 
     Raises:
         ValueError: no module matches, or the number of its experts is not known.

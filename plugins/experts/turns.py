@@ -2,7 +2,7 @@
 
 As in MoC-System (Cai et al., arXiv 2408.04307), a save's experts are interleaved over the layers
 and the processes of expert parallelism. All processes find the same, without communication: from
-the step before, which says who wrote what.
+the step before, which records the writers.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def writers(reader: Reader, arrays: Mapping[str, ArrayUnits]) -> Writers:
 def _by_expert(
     entry: ArrayEntry, units: ArrayUnits, rows: np.ndarray
 ) -> Iterator[tuple[int, np.ndarray]]:
-    """The experts of an array, with what `rows` says of their chunks."""
+    """The experts of an array, with the facts of `rows` about their chunks."""
     if units.axis is None:
         yield units.numbers.start, rows
         return
@@ -65,12 +65,12 @@ def _by_expert(
 def orders(
     steps: UnitSteps, keys: ExpertKeys, writers_by_key: Writers
 ) -> dict[str, tuple[int, ...]]:
-    """For each key, its experts in the order in which they take their turns, the first one first.
+    """For each key, its experts in the order of their turns.
 
-    In it the processes alternate, so that those of one save are of as many of them as possible. And
-    of the layers with the same processes, each begins where the save of the layer before ends. So a
-    save has as many experts of each process as of any other, or one more, if all processes have
-    equally many experts.
+    The processes alternate in it, so that the experts of one save come from as many processes as
+    possible. Of the layers with the same processes, each begins where the save of the layer before
+    ends. So a save has as many experts of each process as of any other, or one more, if all
+    processes have equally many experts.
 
     Arguments:
         steps: the keys, and their experts.

@@ -1,7 +1,7 @@
-"""Where the files of an export go: local folders, in which several processes write one file, and
-object storage, which takes whole files.
+"""Destinations of an export: local folders, where several processes write one file, and object
+storage, which takes whole files.
 
-What a reader could take for a whole checkpoint appears at once, or last.
+A file that readers could take for a whole checkpoint appears atomically, or last.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from unickpt.extend import (
 )
 
 _MOST_OBJECT = 5 << 30  # of one request to S3
-# An object is in memory up to three times: its parts, these in one, and what TensorStore sends.
+# An object is in memory up to three times: its parts, these in one, and TensorStore's copy.
 # That may take half of the budget.
 _SHARE_OF_OBJECT = 6
 _LOCK_S = 60.0  # of what takes moments
@@ -72,14 +72,14 @@ class ExportDestination(ABC):
         name = file or folder.path.rstrip("/").rpartition("/")[2]
         self._beside = f".{name}.{attempt}"
         self.notes = above.child(f"{self._beside}.notes")
-        """What the processes tell each other."""
+        """The messages between the processes."""
         self.name = str(folder) if file is None else folder.name_for_users(file)
         """For people."""
         self._lease: Lease | None = None  # where several exports could write the same files
         self.readable: PathLike = self.name
         """Where all that was written can be read before `commit`."""
         self.partial = ""
-        """The path of a folder with what was written, which a failure removes."""
+        """The path of a folder with the written files, which a failure removes."""
 
     @cached_property
     def context(self) -> ts.Context:
@@ -107,7 +107,7 @@ class ExportDestination(ABC):
 
     def check_ours(self) -> None:
         """Checks that no other export took this one's place; called by the process that called
-        `check`, before it writes what makes the files a checkpoint.
+        `check`, before it writes the file that makes the others a checkpoint.
 
         Raises:
             SaveConflict: one has, because this one seemed to have ended.
@@ -121,7 +121,7 @@ class ExportDestination(ABC):
 
     @abstractmethod
     def read(self, file: str) -> bytes:
-        """What was written of a file, or an empty text; called before `commit`."""
+        """The written bytes of a file, empty if there are none; called before `commit`."""
 
     @abstractmethod
     def commit(self, files: Sequence[PlannedFile]) -> None:
@@ -136,11 +136,11 @@ class ExportDestination(ABC):
 
     @abstractmethod
     def discard(self) -> None:
-        """Removes what this process wrote, after an error."""
+        """Removes this process's files after an error."""
 
     @abstractmethod
     def discard_all(self) -> None:
-        """Removes what is left; called by the last process that gives up."""
+        """Removes the remains; called by the last process that gives up."""
 
     def close(self) -> None:
         """Lets others write there; called by the process that called `check`."""
@@ -158,7 +158,7 @@ class ExportDestination(ABC):
 
         Raises:
             CheckpointExists: others have chunks in it.
-            UnsupportedFormat: it needs what this unickpt does not know.
+            UnsupportedFormat: it needs features that this unickpt does not know.
             StorageError: the storage failed.
         """
         with reading(self.name):
@@ -196,7 +196,7 @@ def destination(
 
 
 class LocalDestination(ExportDestination):
-    """A local folder or file, made beside its place and renamed at the end."""
+    """A local folder or file, made next to its place and renamed at the end."""
 
     whole_files = False
 
@@ -254,7 +254,7 @@ class LocalDestination(ExportDestination):
         with closing_file(handle, path):
             yield write
             with system_calls("write", path):
-                # Only ever to its full size, whoever does it.
+                # Each process sets the full size only.
                 if os.fstat(handle).st_size < file.size:
                     os.ftruncate(handle, file.size)
             if self.fsync:
@@ -284,11 +284,11 @@ class LocalDestination(ExportDestination):
             self._committed = True
             if self.fsync:
                 local_folders.sync(self._above, self._final, self._missing + 1)
-        local_folders.remove(self._work)  # with what it was exchanged for
+        local_folders.remove(self._work)  # with the checkpoint that it was exchanged for
         local_folders.remove(self._old)
 
     def _check_written(self, files: Sequence[PlannedFile]) -> None:
-        """Looks at the files once more: under this lock, `clean` removes what seems forgotten."""
+        """Checks the files again: under this lock, `clean` removes files that seem abandoned."""
         for file in files:
             path = os.path.join(self._work, file.name)
             if not os.path.isfile(path) or os.path.getsize(path) != file.size:
@@ -310,7 +310,7 @@ class LocalDestination(ExportDestination):
 
     def discard_all(self) -> None:
         if self._committed:
-            return  # what it replaced may be needed, if it cannot be made durable
+            return  # the replaced one may be needed, if it cannot be made durable
         local_folders.remove(self._work)
         with suppress(OSError):
             if not os.path.lexists(self._final) and os.path.lexists(self._old):
@@ -347,7 +347,7 @@ class ObjectDestination(ExportDestination):
         keys = [key.decode() for key in self.folder.store(self.context).list().result()]
         if keys and not (overwrite and self._is_checkpoint()):
             raise self._refuse(f"holds files ({', '.join(sorted(keys)[:3])}, ...)", overwrite)
-        # First what a reader looks for, so that it never sees a part.
+        # First the files that readers look for, so that they never see a part.
         for key in sorted(keys, key=_tells, reverse=True):
             self.folder.remove_file(key, self.context)
 
@@ -379,6 +379,6 @@ class ObjectDestination(ExportDestination):
 
 
 def _tells(key: str) -> bool:
-    """Whether a file may be what readers begin with, rather than data."""
+    """Whether readers may begin with this file, rather than data."""
     name = key.rpartition("/")[2]
     return name[:1] in (".", "_") or name.endswith(".json") or name == MANIFEST

@@ -69,13 +69,13 @@ def export(
         writer: plans the files of the format.
         options: as for `save`; `budget_bytes`, `fsync`, `timeout_s` and `group` count.
         overwrite: whether to replace a checkpoint that is there.
-        verify: whether to read what was written, and to compare it with the source.
+        verify: whether to read the written files back, and to compare them with the source.
 
     Raises:
         UnsupportedLeaf: the format cannot hold something; nothing was written.
         CheckpointExists: the destination is in use.
-        CheckpointCorrupt: the source is damaged, or what was written differs when it is read back;
-            nothing remains of what was written.
+        CheckpointCorrupt: the source is damaged, or the written files differ when they are read
+            back; none of them remains.
         SaveConflict: another export to this destination is under way.
         All that `save` raises.
     """
@@ -120,7 +120,7 @@ def export(
 
 
 def _with_per_process(view: View, index: Index) -> Index:
-    """The index of a view, with what all processes saved as values."""
+    """The index of a view, with the values that all processes saved."""
     values: dict[str, Any] = dict(index.values)
     for name in index.per_process:
         where = f"{view.checkpoint.location}: per-process leaf {name!r}"
@@ -159,7 +159,7 @@ def _check_leaves(index: Index, left_out: Set[str], per_process: bool) -> None:
 
 
 def _parts_text(view: View, source: str) -> str:
-    """What to do first if a format of arrays cannot hold a training step: to export its model."""
+    """The hint if a format of arrays cannot hold a training step: to export its model first."""
     if isinstance(view, RuledView) or view.checkpoint.under:
         return ""
     counts = _parts_of_arrays(view.index)
@@ -191,7 +191,7 @@ def _containers(name: str) -> list[str]:
 
 
 def written(target: ExportDestination, part: str = "") -> Reader:
-    """What was written, as a checkpoint.
+    """The written files, as a checkpoint.
 
     Arguments:
         target: where.
@@ -212,7 +212,7 @@ def written(target: ExportDestination, part: str = "") -> Reader:
 def _verify(
     view: View, plan: Plan, target: ExportDestination, group: Group, options: LoadOptions
 ) -> None:
-    """Compares what was written with the source; each process some of it."""
+    """Compares the written files with the source; each process a part."""
     dataless_files = [file for file in plan.files if not file.data and file.copied is None]
     lines = [
         f"  {file.name} has other bytes"
@@ -292,7 +292,7 @@ def _other_names(plan: Plan, names: Mapping[str, Any]) -> list[str]:
 # --- small arrays that a writer must know to plan its files ---------------------------------------
 
 
-_SHARE = 6  # of the budget; what they become in a file takes a few times their memory
+_SHARE = 6  # of the budget; their form in a file takes a few times their memory
 
 
 def with_needed(
@@ -303,7 +303,7 @@ def with_needed(
     Arguments:
         writer: of a format.
         view: the source.
-        index: what is going to be written.
+        index: of the checkpoint to write.
         budget_bytes: of memory, for this process.
         options: of reading.
 

@@ -35,7 +35,7 @@ class FilePiece:
 
 @dataclass(frozen=True)
 class FileShare:
-    """What one process writes of one file.
+    """The part of one file that one process writes.
 
     Arguments:
         file: it.
@@ -67,7 +67,7 @@ class FileSplitter:
     def shares(
         self, files: Sequence[PlannedFile], process: int, count: int, whole: bool
     ) -> list[FileShare]:
-        """What a process writes, in order; all processes together write everything once.
+        """The pieces that a process writes, in order; all processes together write everything once.
 
         Arguments:
             files: those with data.
@@ -125,7 +125,7 @@ class FileSplitter:
         """The pieces of a share, by ascending offsets.
 
         Arguments:
-            share: what to cut.
+            share: to cut.
             most_bytes: of a piece.
         """
         before = 0

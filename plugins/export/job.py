@@ -38,11 +38,12 @@ from unickpt.plugins.export.destinations import ExportDestination, Write
 from unickpt.plugins.export.file_pieces import FilePiece, FileShare, FileSplitter
 from unickpt.types import Group
 
-# Shares of the budget: a slab that is written, one that is read ahead, and what reading it needs.
+# Shares of the budget: a slab that is written, one that is read ahead, and the memory of reading
+# it.
 _SLABS = 6
 _COPIED_AT_ONCE = 8 << 20
 Sums = dict[str, dict[int, tuple[int, int]]]
-"""By file and number of its data: CRC-32 and length, in bytes, of what a process wrote of it."""
+"""By file and number of its data: CRC-32 and length, in bytes, of a process's part of it."""
 
 
 class ExportJob:
@@ -107,8 +108,8 @@ class ExportJob:
 
         Arguments:
             overwrite: whether to replace a checkpoint that is there.
-            verify: checks this process's part of what was written, before it replaces anything
-                where that is possible. If it raises, nothing that was written remains.
+            verify: checks this process's part of the written files, before they replace anything
+                where that is possible. If it raises, none of them remains.
 
         Raises:
             CheckpointExists: the destination is in use.
@@ -133,7 +134,7 @@ class ExportJob:
                 verify()
             except errors.CheckpointCorrupt:
                 if self._notes is not None:
-                    self._notes.poll()  # or is it that another failed, and removed what it wrote?
+                    self._notes.poll()  # or did another fail, and remove its files?
                 raise
             self._from_all("verified", b"")
             if is_first:
@@ -143,7 +144,7 @@ class ExportJob:
     # --- the other processes -------------------------------------------------------------------
 
     def _after_first(self, note: str) -> None:
-        """Goes on when the first process is here."""
+        """Continues when the first process is here."""
         if self._notes is None:
             return
         if self._group.index == 0:
@@ -152,7 +153,7 @@ class ExportJob:
             self._wait(self._notes, lambda notes: note in notes)
 
     def _from_all(self, note: str, data: bytes) -> Iterable[bytes]:
-        """What all processes say, for the first one, which waits for all; read when it is used."""
+        """The messages of all processes, for the first one, which waits for all; read on use."""
         if self._notes is None:
             return [data]
         names = [f"{note}-{process:05d}" for process in range(self._group.count)]
@@ -178,7 +179,7 @@ class ExportJob:
 
     @contextmanager
     def _together(self) -> Iterator[None]:
-        """Tells the others of an error; the last process that leaves removes what remains."""
+        """Reports an error to the others; the last process that leaves removes the remains."""
         notes, failed = self._notes, True
         try:
             yield
@@ -272,7 +273,7 @@ class ExportJob:
     # --- files as a whole ----------------------------------------------------------------------
 
     def _complete(self, sums: Sequence[Sums]) -> None:
-        """Writes what all processes' parts lack; only for the first process."""
+        """Writes the bytes that all processes' parts lack; only for the first process."""
         for file in self._plan.files:
             if file.data and not self._to.whole_files:
                 of_file = [of_process.get(file.name, {}) for of_process in sums]

@@ -1,4 +1,4 @@
-"""Samples of arrays, by which a save finds out whether arrays changed since the save before.
+"""Samples of arrays, which show a save whether arrays changed since the save before.
 
 The elements are chosen at random when their values are noted, for the next save to compare. So each
 save compares other elements, and no pattern of writes can avoid all of them.
@@ -22,7 +22,7 @@ SAMPLED = 64
 
 @dataclass(frozen=True)
 class ArraySample:
-    """Some elements of what this process holds of an array.
+    """Some elements of this process's part of an array.
 
     Arguments:
         shape, dtype, boxes: of the array and its fragments.
@@ -37,8 +37,8 @@ class ArraySample:
     values: tuple[Array, ...]
 
     def fits(self, source: ArraySource) -> bool:
-        """Whether it is of an array of this shape and dtype, of which this process holds the same
-        boxes."""
+        """Whether it samples an array of this shape and dtype, with the same boxes on this
+        process."""
         theirs = source.shape, source.dtype, _boxes(source)
         return (self.shape, self.dtype, self.boxes) == theirs
 
@@ -61,7 +61,7 @@ class ArraySample:
 
 
 def gather(source: ArraySource, positions: tuple[Array, ...]) -> Callable[[], tuple[Array, ...]]:
-    """Gathers elements as they are now; returns a function that waits for their values."""
+    """Gathers the current elements; returns a function that waits for their values."""
     pairs = zip(source.fragments, positions, strict=True)
     parts = [_gather(fragment, source.dtype, flat) for fragment, flat in pairs]
     return lambda: tuple(part() for part in parts)

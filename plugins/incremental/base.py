@@ -2,7 +2,7 @@
 
 Each process decides this alone, for the chunks that it would write. In one file system the files
 with such chunks are hard-linked into the new checkpoint's own folder (`linked_files`). Elsewhere
-the new checkpoint borrows them from the one beside it (`siblings`).
+the new checkpoint borrows them from the one next to it (`siblings`).
 """
 
 from __future__ import annotations
@@ -65,11 +65,11 @@ _NEXT = "Nothing was saved; the next save writes all of it"
 
 @dataclass(frozen=True)
 class How:
-    """What becomes of the chunks of a save that may have a base.
+    """How a save with a base handles chunks.
 
     Arguments:
         compare: whether the bytes of chunks are compared, not only their digests.
-        patch: whether the elements that changed are written of a chunk, where they are few.
+        patch: whether only changed elements of a chunk are written, where they are few.
         budget_bytes: host memory for that.
         kept_cost: what it costs to keep a byte, see `Growth`.
         chained: whether chunks may be borrowed from several checkpoints, those of experts that take
@@ -91,8 +91,8 @@ def open_base(location: Location, save: WritingSave, how: How, *, needed: bool) 
     Arguments:
         location: of the base.
         save: what is known of it.
-        how: what becomes of chunks.
-        needed: whether the save needs it in any case: what cannot be shared is copied then.
+        how: the handling of chunks.
+        needed: whether the save needs it in any case: chunks that cannot be shared are copied then.
 
     Raises:
         CheckpointNotFound: there is no checkpoint.
@@ -151,7 +151,7 @@ class Base:
         # All processes find the same.
         self._starts_anew = growth is not None and growth.predicts_full(how.kept_cost)
         self.growth = None if self._starts_anew else growth
-        """How checkpoints grew up to the base, if this one goes on from it."""
+        """How checkpoints grew up to the base, if this one continues from it."""
         self._candidates = Candidates(
             reader, share, patches=self._may_patch, encoder=how.encoder, warn=self._warn
         )
@@ -165,11 +165,11 @@ class Base:
         return self._reader.index
 
     def offer(self, chunks: Iterable[Chunk], requested: Sequence[Span] = ()) -> Spans:
-        """Finds what the base has of the chunks that this process is going to write.
+        """Finds the base's chunks for those that this process is going to write.
 
-        A unit of which they use too little is left alone: its other bytes would stay on the disk,
-        too. Patches in it are written again, as they are. A damaged base has nothing: a training
-        job must not stop because of an older checkpoint.
+        A unit that they use too little of is not used: its other bytes would stay on the disk, too.
+        Patches in it are written again, unchanged. A damaged base counts as empty: a training job
+        must not stop because of an older checkpoint.
 
         Arguments:
             chunks: array, part and number of each.
@@ -184,7 +184,7 @@ class Base:
         return self._candidates.offer(chunks, requested, starts_anew=self._starts_anew)
 
     def _warn(self, why: object) -> None:
-        """Says once what is wrong with the base."""
+        """Warns once about a problem of the base."""
         if not self._is_faulty:
             self._is_faulty = True
             _log.warning(FAULTY, self._reader.location, why)
@@ -206,8 +206,8 @@ class Base:
         return next(self._candidates.find([(item.entry, item.part, item.number)]))
 
     def compare(self, item: WriteItem, chunk: Array) -> Compared:
-        """Takes a chunk, or what differs little from it, if the base has that; several threads may
-        call it.
+        """Takes a chunk, or an earlier state that differs little from it, if the base has one;
+        several threads may call it.
 
         Arguments:
             item: the chunk.
@@ -235,12 +235,12 @@ class Base:
         *,
         rewrites: bool = True,
     ) -> Sequence[Taken]:
-        """Takes values of a chunk; nothing if one of them can no longer be referred to.
+        """Takes values of a chunk; nothing if one of them cannot be referred to any longer.
 
         Arguments:
             candidate: the chunk.
             places: of the values.
-            patch: what is written beside them.
+            patch: to write in addition.
             rewrites: whether patches may be written again.
         """
         if self.share is None:
@@ -271,7 +271,8 @@ class Base:
             return references
 
     def _take_of_unit(self, share: Share, place: ValueSource) -> Taken | None:
-        """Takes a value, and counts what stays alive for it; None if it can no longer be."""
+        """Takes a value, and counts the files that stay alive for it; None if that is no longer
+        possible."""
         reference = share.take(place)
         if reference is None:
             self._warn("a file of it can no longer be linked")
@@ -282,11 +283,11 @@ class Base:
         return reference
 
     def take_spans(self, spans: Spans) -> dict[int, Taken | None]:
-        """Takes what `offer` found.
+        """Takes the spans that `offer` found.
 
         Returns:
-            By the units (of `spans`), where what is in them is now, at the offsets and lengths of
-            the chunks; None if it must be copied.
+            By the units (of `spans`), where their content is now, at the offsets and lengths of the
+            chunks; None if it must be copied.
         """
         if self.share is None:
             return {}
@@ -302,7 +303,7 @@ class Base:
 
     @property
     def kept_bytes(self) -> int:
-        """The bytes of all files that stay alive for what was taken."""
+        """The bytes of all files that stay alive for the taken chunks."""
         return sum(self._units.values())
 
     # --- patches ----------------------------------------------------------------------------------
@@ -327,8 +328,8 @@ class Base:
     def _patch(
         self, candidate: Candidate, chunk: Array, digest: int
     ) -> tuple[bytes | None, Sequence[ValueSource]]:
-        """What differs from an earlier state, if anything does, and the values of that; no values
-        if it is too much, or cannot be told."""
+        """The patch against an earlier state, if anything differs, and the values of that state; no
+        values if the patch is too large, or cannot be computed."""
         places = candidate.places or ()
         if self.comparable_at_once(chunk.nbytes) < 1 or not places or self.growth is None:
             return None, ()
@@ -343,7 +344,7 @@ class Base:
         used = places[: parent.values]
         if not parent.is_read:
             return None, used
-        # Neither what compression saves nor padding counts.
+        # Neither savings of compression nor padding count.
         whole = min(chunk.nbytes, places[0].nbytes)
         left = whole - sum(place.nbytes for place in used[1:])
         most = min(int(_MOST_OF_CHUNK * whole), left)
@@ -356,7 +357,8 @@ class Base:
         """Whether a chunk can be borrowed, as far as is known; after `offer`."""
         candidate = self._candidates.get(part, number)
         places = () if candidate is None else candidate.places or ()
-        # Patches in the nodes of a B-tree that is not beside have to be written again.
+        # Patches in the nodes of a B-tree that is not next to the checkpoint have to be written
+        # again.
         return bool(places) and not any(isinstance(p.at, bytes) and p.of is None for p in places)
 
     def borrow(self, part: Part, number: int) -> Compared | None:
@@ -426,7 +428,7 @@ class Base:
     def _read_into(
         self, out: Array, box: Box, chunk: tuple[ArrayEntry, Part, int], first: int
     ) -> None:
-        """Reads what a chunk of the base has of a box.
+        """Reads a box from a chunk of the base.
 
         Arguments:
             out: the elements of the box.
@@ -459,7 +461,7 @@ class Base:
 
 
 def _full_bytes(index: Index) -> int:
-    """About what all arrays take if none has patches, before compression."""
+    """About the size of all arrays without patches, before compression."""
     return sum(
         stored_chunk_bytes(entry, part.box.shape)
         for entry in index.arrays.values()

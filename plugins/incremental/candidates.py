@@ -1,4 +1,4 @@
-"""The chunks of a base that those of a save may be equal to, or differ little from."""
+"""Finds the base's chunks that equal those of a save, or differ little from them."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from unickpt.plugins.incremental.shares import Chunk, Places, ValueSource
 from unickpt.plugins.incremental.siblings import Share
 from unickpt.plugins.incremental.spans import Span, Spans
 
-# Of a data file's bytes, the share that a process must use of it to link it, if what it keeps is
-# not predicted.
+# The share of a data file's bytes that a process must use to link it, if kept bytes are not
+# predicted.
 _LEAST_USED = 0.5
 
 
@@ -90,14 +90,14 @@ class _EqualChunks:
 
 
 class Candidates:
-    """What a base has of the chunks of one process.
+    """The base's chunks for those of one process.
 
     Arguments:
         reader: of the base.
         share: how its chunks are referred to; None if they are not.
         patches: whether chunks with patches may be referred to.
         encoder: chooses how arrays of the save are stored, if that is not decided before.
-        warn: called with what is wrong with the base.
+        warn: called with a problem of the base.
     """
 
     def __init__(
@@ -115,16 +115,16 @@ class Candidates:
         self._parts: dict[str, _EqualChunks | None] = {}
         self._candidates: dict[tuple[str, int], Candidate] = {}
         self.sparse = set[Any]()
-        """The units of which too little is used: patches in them are written again."""
+        """The units that are used too little: patches in them are written again."""
 
     def get(self, part: Part, number: int) -> Candidate | None:
-        """What was offered of a chunk, if it may be taken."""
+        """The candidate for a chunk, if it may be taken."""
         return self._candidates.get((part.key, number))
 
     def offer(
         self, chunks: Iterable[Chunk], requested: Sequence[Span] = (), *, starts_anew: bool
     ) -> Spans:
-        """Finds what the base has of some chunks; see `Base.offer`.
+        """Finds the base's candidates for some chunks; see `Base.offer`.
 
         Arguments:
             chunks: which.
@@ -202,7 +202,7 @@ class Candidates:
             return None
 
     def find(self, chunks: Sequence[Chunk]) -> Iterator[Candidate | None]:
-        """For each of some chunks, what the base has at its place and of its kind.
+        """For each of some chunks, the base's chunk at its place and of its kind.
 
         Raises:
             CheckpointCorrupt, StorageError: the base cannot be read.

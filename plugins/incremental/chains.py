@@ -1,11 +1,12 @@
-"""Chains of patches: to which earlier state of a chunk the next patch refers.
+"""Chains of patches: the earlier state of a chunk that the next patch refers to.
 
-The patches of a chunk form a *chain*: each refers to the state that the one before it makes, the
+The patches of a chunk form a *chain*: each refers to the state that the one before it produces, the
 first to the full chunk. Saves are counted since one wrote everything; the number of the save that
 made a patch is its *generation*. A save refers to the state after the save whose number is its own
 with the lowest bit that is set cleared. So a chain has at most as many patches as the number has
-bits set: of `n` states, each opens with at most log2(n) patches. What a save refers to is what the
-save before it referred to, or that one itself; and what it needs of earlier saves, it needs whole.
+bits set: of `n` states, each opens with at most log2(n) patches. A save refers to the state that
+the save before it referred to, or to that save itself; and it needs the values of earlier saves
+whole.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from unickpt.plugins.incremental.patches import PatchedState
 
 
 def parent_generation(generation: int) -> int:
-    """Of the state to which the patches of a generation refer."""
+    """The generation of the state that the patches of a generation refer to."""
     return generation & (generation - 1)
 
 
@@ -39,11 +40,11 @@ def is_on_the_way(generation: int, target: int) -> bool:
 
 @dataclass(frozen=True)
 class Parent:
-    """The state to which the next patch of a chunk refers.
+    """The state that the next patch of a chunk refers to.
 
     Arguments:
-        state: what is known of it.
-        values: of how many values of the chunk it consists.
+        state: facts about it.
+        values: how many values of the chunk it consists of.
         is_read: whether its elements were read.
     """
 
@@ -68,13 +69,13 @@ class KnownChunk:
 
 
 def read_parent(reader: OcdbtReader, candidate: Candidate, chunk: KnownChunk, out: Array) -> Parent:
-    """Reads the state of a chunk to which its next patch refers.
+    """Reads the state of a chunk that its next patch refers to.
 
     Arguments:
         reader: of the base.
         candidate: which chunk.
-        chunk: what the writer knows of it.
-        out: contiguous memory for its elements, or for what its codec stores.
+        chunk: the writer's facts about it.
+        out: contiguous memory for its elements, or for its codec's stored form.
 
     Raises:
         CheckpointCorrupt: that state does not match its digest, or cannot be read.
@@ -88,7 +89,7 @@ def read_parent(reader: OcdbtReader, candidate: Candidate, chunk: KnownChunk, ou
         states = list(map(patches.state_of, stored_patches))  # each: of the state before it
         on_the_way = (is_on_the_way(state.generation, target) for state in states)
         used = sum(1 for _ in itertools.takewhile(bool, on_the_way))
-        # A patch says what it refers to.
+        # A patch records the state that it refers to.
         expected = states[used].digest if used < len(states) else chunk.before
         if expected == chunk.now:
             return Parent(PatchedState(expected), 1 + used, False)

@@ -1,9 +1,9 @@
 """How checkpoints grow that refer to a full one, and when to write a full one again.
 
-Each save by patches keeps the full checkpoint, and what has been written since and is still needed.
+Each save by patches keeps the full checkpoint, and the bytes written since that are still needed.
 Check-N-Run (arXiv 2010.08679) takes a full checkpoint where the increments to come, as large as the
-last, are expected to cost more than beginning again. So does `Growth.predicts_full`, of which the
-costs are what is written, and what is kept for it.
+last, are expected to cost more than beginning again. So does `Growth.predicts_full`; its costs are
+the bytes written, and the bytes kept for them.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ class Growth:
 
     Arguments:
         saves: how many there were, without that one.
-        full: what that one wrote.
-        written: what these wrote together.
-        kept: what each of these kept beside a full checkpoint, summed up.
-        last: what the last of them kept beside a full checkpoint.
+        full: bytes that that one wrote.
+        written: bytes that these wrote together.
+        kept: bytes that each of these kept besides a full checkpoint, summed up.
+        last: bytes that the last of them kept besides a full checkpoint.
     """
 
     saves: int
@@ -41,10 +41,10 @@ class Growth:
 
     @classmethod
     def of(cls, extra: Mapping[str, Any]) -> Growth | None:
-        """That of a checkpoint; None if its index has none.
+        """The growth in a checkpoint's index; None if there is none.
 
         Arguments:
-            extra: what the index says on behalf of features.
+            extra: the features' entries in the index.
 
         Raises:
             CheckpointCorrupt: it has something else there.
@@ -62,22 +62,22 @@ class Growth:
         """After one more save.
 
         Arguments:
-            written: what it wrote.
-            kept: what it needs in all, new or not.
+            written: bytes that it wrote.
+            kept: bytes that it needs in all, new or not.
         """
         beside = max(0, kept - self.full)
         return Growth(self.saves + 1, self.full, self.written + written, self.kept + beside, beside)
 
     def predicts_full(self, kept_cost: float) -> bool:
-        """Whether to write everything again is expected to cost less than to go on.
+        """Whether writing everything again is expected to cost less than continuing.
 
         The mean cost of all saves since the last full one, that one included, falls as long as the
         next save costs less than it; then beginning again gives the lowest mean. Patches refer to
-        states of different age, so that what is written goes up and down: the mean of all so far
-        predicts it best, and the last what will be kept.
+        states of different age, so that the written bytes go up and down: the mean of all so far
+        predicts them best, and the last value predicts the kept bytes.
 
         Arguments:
-            kept_cost: what it costs to keep a byte until the next save, if it costs 1 to write it.
+            kept_cost: the cost of keeping a byte until the next save, if writing it costs 1.
         """
         if not self.saves:
             return False

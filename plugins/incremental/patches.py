@@ -17,7 +17,7 @@ from unickpt.extend import Array, NotDecodable
 
 _HEADER = struct.Struct("<QIIBBH")
 _PLAIN, _DIFFERENCES = 0, 1
-"""How the words that differ are stored: as they are, or as differences."""
+"""How the words that differ are stored: unchanged, or as differences."""
 _MOST_GAP_BYTES = 4
 _SIZE = struct.Struct("<I")
 # Compared while they are in the processor's cache.
@@ -26,7 +26,7 @@ _AT_ONCE = 1 << 18
 _SAMPLE = 1 << 14
 # Deflating bytes that are nearly random takes long, and gains nothing.
 _MOST_BITS = 7.9
-# What is deflated takes a little less than the entropy of its bytes where these repeat.
+# Deflated bytes take a little less than their entropy where they repeat.
 _LESS_THAN_ENTROPY = 0.7
 # Measured: of these numbers, only runs are ever repeated.
 _STRATEGY = zlib.Z_RLE
@@ -38,10 +38,10 @@ class BadPatch(NotDecodable):
 
 @dataclass(frozen=True)
 class PatchedState:
-    """A state of a chunk, to which a patch refers.
+    """A state of a chunk that a patch refers to.
 
     Arguments:
-        digest: of its elements, or of what is stored if its codec is none of Zarr's.
+        digest: of its elements, or of the stored bytes if its codec is none of Zarr's.
         generation: which save made it (`chains`).
     """
 
@@ -50,17 +50,17 @@ class PatchedState:
 
 
 def encode(old: Array, new: Array, state: PatchedState, generation: int, most: int) -> bytes | None:
-    """What of a chunk differs from an earlier state of it, bit by bit.
+    """The difference of a chunk from an earlier state of it, bit by bit.
 
     Arguments:
         old: the elements of the earlier state.
         new: those of the chunk, of the same shape and dtype.
-        state: what is known of the earlier state.
+        state: facts about the earlier state.
         generation: of the chunk.
         most: how many bytes the patch may have.
 
     Returns:
-        The patch; None if it would be longer, or cannot be told soon not to be.
+        The patch; None if it would be longer, or if that is not decided soon.
     """
     before, after = words_of(old), words_of(new)
     positions = _differing(before, after)
@@ -88,7 +88,7 @@ def encode(old: Array, new: Array, state: PatchedState, generation: int, most: i
 
 
 def state_of(patch: bytes) -> PatchedState:
-    """What a patch says of the state to which it refers; its generation is that of the patch.
+    """A patch's record of the state that it refers to; its generation is that of the patch.
 
     Arguments:
         patch: the patch; untrusted.
@@ -153,7 +153,7 @@ def _differing(before: Array, after: Array) -> Array:
 
 
 def _cheaper(was: Array, now: Array) -> tuple[int, Array]:
-    """How words are stored in fewer bytes, and what is stored of them then."""
+    """How words are stored in fewer bytes, and their stored form."""
     sample = slice(None, None, max(1, len(now) // _SAMPLE))
     apart = _to_zigzag(now[sample] - was[sample])
     if _bits(apart, apart.itemsize) <= _bits(now[sample], now.itemsize):
@@ -218,7 +218,7 @@ def _probable_bytes(gaps: Array, values: Array) -> float:
 
 
 def _packed(plane: Array) -> bytes:
-    """The bytes of a plane: none if all are 0; as they are, or deflated if that is shorter."""
+    """The bytes of a plane: none if all are 0; unchanged, or deflated if that is shorter."""
     if not plane.any():
         return b""
     raw = plane.tobytes()
@@ -265,7 +265,7 @@ def _plane(stored: bytes, length: int) -> Array:
             raw = inflate.decompress(stored, length)
         except zlib.error as error:
             raise BadPatch(f"bytes that cannot be inflated: {error}") from None
-        # What ends the stream may be left after the last byte.
+        # The end of the stream may be left after the last byte.
         if (
             len(raw) == length
             and not inflate.eof

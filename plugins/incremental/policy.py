@@ -1,4 +1,4 @@
-"""What saves refer to: the chunks that an earlier checkpoint has (docs/reuse.md)."""
+"""The reference policy of saves: chunks of an earlier checkpoint are reused (docs/reuse.md)."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _log = logging.getLogger("unickpt")
 
 
 class Incremental(ReferencePolicy):
-    """Takes chunks of an earlier checkpoint, or what differs little from them.
+    """Takes chunks of an earlier checkpoint, or patches against them.
 
     Arguments:
         reuse, changed, kept_cost: see `SaveOptions`.
@@ -46,7 +46,7 @@ class Incremental(ReferencePolicy):
     # --- in the call ------------------------------------------------------------------------------
 
     def skipped(self, save: DescribedSave, before: Any) -> tuple[UnchangedArrays | None, SeenState]:
-        """What did not change, as far as `SaveOptions.changed` says so; see `ReferencePolicy`."""
+        """The unchanged arrays, according to `SaveOptions.changed`; see `ReferencePolicy`."""
         assert self._changed is not None, "else there is nothing to skip"
         # Of a unit, the step before has the state of its last turn, not of the last call.
         words = unchanged.words_of(self._changed, save.entries, save.units)

@@ -1,4 +1,4 @@
-"""How a checkpoint refers to values of its base: what is found there, and what was taken."""
+"""How a checkpoint refers to values of its base: found values and taken ones."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class ValueSource:
     Arguments:
         value: which, in the base or in one of its own bases.
         at: the file and the bytes; or the bytes of a value in the B-tree.
-        of: the checkpoint beside the new one that has it, as the new one will name it.
+        of: the checkpoint next to the new one that has it, as the new one will name it.
     """
 
     value: ChunkValue
@@ -24,7 +24,7 @@ class ValueSource:
 
     @property
     def unit(self) -> Hashable:
-        """What stays alive for it: a file, or what the nodes of a B-tree hold."""
+        """The unit that stays alive for it: a file, or the content of a B-tree's nodes."""
         return self.of, self.at.path if isinstance(self.at, DataReference) else ""
 
     @property

@@ -1,4 +1,4 @@
-"""Chunks that stay in earlier checkpoints beside the new one, which names them as its bases.
+"""Chunks that stay in earlier checkpoints next to the new one, which names them as its bases.
 
 Without patches, only a checkpoint without a base of its own is borrowed from, so that a checkpoint
 needs at most one other, and retention can remove all between them. Check-N-Run (arXiv 2010.08679)
@@ -27,12 +27,12 @@ from unickpt.plugins.incremental.shares import Chunk, Places, ValueSource
 
 
 class Siblings:
-    """A base beside the new checkpoint, and the bases that this one has itself; a `Share`.
+    """A base next to the new checkpoint, and the base's own bases; a `Share`.
 
     Arguments:
         reader: of the checkpoint before.
         chained: whether values of several checkpoints are taken.
-        counted: whether what is kept of them is, by their files.
+        counted: whether kept bytes are counted by their files.
     """
 
     def __init__(self, reader: OcdbtReader, *, chained: bool, counted: bool) -> None:

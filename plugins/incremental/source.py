@@ -1,4 +1,4 @@
-"""What one process of a save takes of its base: a `ReferenceSource`."""
+"""The chunks that one process of a save takes from its base: a `ReferenceSource`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class BaseChunks(ReferenceSource):
 
     Arguments:
         base: has them.
-        unchanged: what the program says did not change.
+        unchanged: the arrays that the program declares unchanged.
         compares: whether chunks that are written are compared with it.
     """
 
@@ -43,7 +43,7 @@ class BaseChunks(ReferenceSource):
 
     @property
     def kept_bytes(self) -> int:
-        """The bytes of all files that stay alive for what was taken."""
+        """The bytes of all files that stay alive for the taken chunks."""
         return self._base.kept_bytes
 
     def claim(self, items: Sequence[WriteItem], *, in_order: bool) -> Claimed:
@@ -129,7 +129,7 @@ class Claimed(Claim):
         ]
 
     def take(self, places: ValuePlaces, first: int) -> Mapping[int, WriteItem]:
-        """Takes what is taken; returns what has to be written after all."""
+        """Takes the chosen chunks; returns those that have to be written after all."""
         compared, left = dict[int, Compared](), dict[int, WriteItem]()
         for row, item in enumerate(self._lent, first):
             comparison = self._base.borrow(item.part, item.number)
@@ -149,12 +149,12 @@ class Claimed(Claim):
 def _note_spans(
     places: ValuePlaces, first: int, spans: Spans, references: Mapping[int, Taken | None]
 ) -> Sequence[int]:
-    """Notes where chunks are that were taken together.
+    """Records the places of chunks that were taken together.
 
     Arguments:
-        places: where it is noted.
+        places: the records.
         first: row of the first of them there.
-        spans: what they are.
+        spans: the taken ones.
         references: where each unit is; see `Base.take_spans`.
 
     Returns:

@@ -47,7 +47,7 @@ class Span(NamedTuple):
 
 
 class EqualSpan(NamedTuple):
-    """What the base has of the chunks of a span.
+    """The base's chunks for those of a span.
 
     Arguments:
         entry: of the base.
@@ -68,14 +68,14 @@ class Spans:
     one checkpoint.
 
     Arguments:
-        asked: all spans that were asked for.
+        asked: all requested spans.
         which: the numbers of these, in the order of the columns.
         span: for each chunk, the position of its span in `which`.
         digest, elements, nbytes: of each chunk, as of `EqualSpan`.
         unit: for each chunk, which of `units` it is in.
         offset, length: its bytes there.
-        units: the files, and the checkpoints beside the new one that have them.
-        values: by the numbers of the spans that were asked for, what their chunks are there.
+        units: the files, and the checkpoints next to the new one that have them.
+        values: by the numbers of the requested spans, their chunks there.
     """
 
     asked: Sequence[Span]
@@ -114,12 +114,12 @@ class Spans:
         return replace(self, which=self.which[keeps], span=number[self.span[rows]], **selection)
 
     def used(self) -> dict[int, int]:
-        """By the units of which something is used, how many bytes."""
+        """By used unit, how many of its bytes are used."""
         nbytes = np.bincount(self.unit, self.nbytes, len(self.units))
         return {unit: int(nbytes[unit]) for unit in self._used_units()}
 
     def _used_units(self) -> list[int]:
-        """The units of which something is used, ascending."""
+        """The used units, ascending."""
         used: list[int] = np.flatnonzero(np.bincount(self.unit)).tolist()
         return used
 
@@ -149,12 +149,12 @@ class Spans:
 def find(
     spans: Sequence[Span], same: Callable[[Span], EqualSpan | None], share: Share | None
 ) -> Spans:
-    """Finds spans in the base; leaves those out of which a chunk is missing or has patches, or is
-    so small that the B-tree has it itself, and those that several checkpoints have.
+    """Finds spans in the base; leaves out those with a chunk that is missing, has patches, or is so
+    small that the B-tree holds it itself, and those that several checkpoints have.
 
     Arguments:
         spans: of the save.
-        same: what the base has of the chunks of one; None if they are others.
+        same: the base's chunks for those of one; None if they are others.
         share: how its chunks are referred to; None if they are not.
 
     Raises:
@@ -197,7 +197,7 @@ def _places(
     lenders: dict[ChunkStore, tuple[BaseEntry | None, list[int]]],
     count: int,
 ) -> tuple[Column, Column, Column, Sequence[tuple[BaseEntry | None, str]]]:
-    """Where chunks are: units, or `_NOWHERE`, offsets and lengths; and what the units are."""
+    """Where chunks are: units, or `_NOWHERE`, offsets and lengths; and the files of units."""
     units = dict[tuple[BaseEntry | None, str], int]()
     unit, first = np.full(count, _NOWHERE), 0
     offset, length = np.zeros(count, np.int64), np.zeros(count, np.int64)

@@ -1,10 +1,10 @@
 """Skipping unchanged arrays: `SaveOptions.changed`.
 
-What a save skips, it takes from the save before. The evidence is
+A save takes the arrays that it skips from the save before. The evidence is
 - with "tracked": a digest of the content, which an accelerator computes (`Adapter.tokens`);
-- with False or rows: the word of the program. Each save compares a sample of each such array with
+- with False or rows: the program's declaration. Each save compares a sample of each such array with
   the save before (`array_samples`), and hashes one of `TURNS` chunks; the chunks take turns, so
-  that all were hashed after `TURNS` saves. A wrong word is an error, which names the array.
+  that all were hashed after `TURNS` saves. A wrong declaration is an error, which names the array.
 
 All else is staged and hashed, as without `changed`. Check-N-Run (Eisenman et al., NSDI 2022) tracks
 rows in the same way.
@@ -41,9 +41,9 @@ Changed = Literal["tracked"] | Mapping[str, Any]
 _ALL = "tracked"
 TURNS = 17
 """After so many saves every chunk was hashed. Prime, so that this also holds for two sequences of
-saves that go on from the same one in turns."""
+saves that alternately continue from the same one."""
 LEAST_BYTES = 64 << 10
-"""A process stages what it holds of a smaller array: a sample would take longer."""
+"""A process stages its part of a smaller array: a sample would take longer."""
 Start = tuple[int, ...]
 
 
@@ -81,13 +81,13 @@ def _rows(what: Any) -> Array | None:
 
 @dataclass(frozen=True)
 class SeenState:
-    """The arrays of a save, by which the next one knows what did not change.
+    """The arrays of a save, which show the next one what did not change.
 
     Arguments:
         url, attempt: identify the checkpoint.
         tokens: the tokens of the arrays that are tracked, by name.
-        samples: of the arrays of which the program may say what changed.
-        turns: counts the saves that go on from here.
+        samples: of the arrays that the program may declare unchanged.
+        turns: counts the saves that continue from here.
     """
 
     url: str
@@ -99,7 +99,7 @@ class SeenState:
 
 @dataclass(frozen=True)
 class UnchangedArrays(Skipped):
-    """What is as in the base.
+    """The arrays that are as in the base.
 
     Arguments:
         rows: by the name of an array the rows that changed; None if none did.
@@ -141,7 +141,7 @@ class UnchangedArrays(Skipped):
             where: of this save, for the error.
 
         Raises:
-            StorageError: what is said to be unchanged was neither staged, nor can it be taken.
+            StorageError: an array declared unchanged was neither staged, nor can it be taken.
         """
         if base is None or self.attempt != base.attempt:
             why = "is not there or is damaged" if base is None else "is another one"
@@ -156,7 +156,7 @@ class UnchangedArrays(Skipped):
         Arguments:
             name, box: which one.
             before: its digest in the base, if that has it.
-            digest: of what is saved.
+            digest: of the saved one.
 
         Raises:
             StateChanged: it changed.
@@ -183,7 +183,7 @@ def _is_in(start: Start, box: Box) -> bool:
 def words_of(
     changed: Changed, arrays: Mapping[str, ArrayEntry], apart: Collection[str] = ()
 ) -> dict[str, bool | Literal["tracked"] | Array]:
-    """What the program says of each array.
+    """The program's declaration for each array.
 
     Arguments:
         changed: see `SaveOptions.changed`.
@@ -201,7 +201,7 @@ def words_of(
             continue
         unused.discard(pattern)
         if entry.codec is not None or name in apart:
-            continue  # what a base has of it is not what it is, or was
+            continue  # the base's chunks are not its current or earlier elements
         word = patterns[pattern]
         if not isinstance(word, str):
             is_one = isinstance(word, bool | np.bool_)
@@ -233,16 +233,16 @@ def find_unchanged(
     tokens: Mapping[str, object],
     before: SeenState | None,
 ) -> tuple[UnchangedArrays | None, Mapping[str, ArraySample]]:
-    """Finds out what is as in the save before.
+    """Finds the arrays that are as in the save before.
 
     Arguments:
         words: from `words_of`.
         arrays: those of the save that are large enough, as they are now.
         tokens: of those of them that are tracked.
-        before: that save; None if nothing is known of it.
+        before: that save; None if it is unknown.
 
     Returns:
-        None if that is nothing; and samples of what is not tracked.
+        None if there are none; and samples of arrays that are not tracked.
 
     Raises:
         StateChanged: the program is wrong about an array.
@@ -274,7 +274,7 @@ def _due(entry: ArrayEntry, source: ArraySource, turn: int) -> Collection[Start]
     """The chunks of an array whose turn it is; None for all.
 
     On an accelerator all chunks of an array come in the same turn: a save may clone all of an array
-    of which it stages anything.
+    to stage any part of it.
     """
     offset = crc32(entry.name.encode()) + turn
     if any(fragment.memory.on_device for fragment in source.fragments):

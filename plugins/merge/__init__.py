@@ -1,4 +1,4 @@
-"""One checkpoint made of several (docs/merge.md)."""
+"""Merges several checkpoints into one (docs/merge.md)."""
 
 from unickpt.plugins.merge.merging import merge
 from unickpt.plugins.merge.sources import preview

@@ -1,4 +1,4 @@
-"""The arithmetic of a merge, on blocks of elements, and what it has to know of whole arrays.
+"""The arithmetic of a merge, on blocks of elements, and the facts it needs about whole arrays.
 
 Pure functions of NumPy arrays. All is done in float64 (complex128 for complex numbers).
 """
@@ -83,7 +83,7 @@ def add_differences(weights: Sequence[float], inputs: Sequence[Array], span: Ele
 def add_random_differences(
     weights: Sequence[float], method: Dare, name: str, inputs: Sequence[Array], span: ElementSpan
 ) -> Array:
-    """The same, of differences of which most elements are dropped.
+    """The same, of differences with most elements dropped.
 
     Arguments:
         weights: of the sources.
@@ -173,7 +173,7 @@ def is_finite(block: Array) -> bool:
 
 @dataclass
 class Outcome:
-    """What was found while a box was merged.
+    """The findings of merging a box.
 
     Arguments:
         nonfinite: the numbers of the inputs with NaN or infinite elements.
@@ -218,7 +218,7 @@ def _saturates_above(dtype: DType) -> float:
     return 7.0 if dtype_name(dtype) == "float4_e2m1fn" else math.inf
 
 
-# --- what has to be known of whole arrays --------------------------------------------------------
+# --- facts about whole arrays --------------------------------------------------------------------
 # It does not depend on how an array is cut into pieces: elements come in row-major order, in pieces
 # of whole blocks.
 

@@ -62,7 +62,7 @@ from unickpt.plugins.merge.sources import (
 from unickpt.types import Box, Group, MergeReport
 
 RECORD = "merge"
-"""The key of what was merged of what, in the metadata's `unickpt`."""
+"""The key of the record of the merge, in the metadata's `unickpt`."""
 
 
 def merge(
@@ -88,7 +88,7 @@ def merge(
     the same arguments, and each merges its own part.
 
     Arguments:
-        sources: paths or URLs of checkpoints of any format, or what `unickpt.open` returned; with
+        sources: paths or URLs of checkpoints of any format, or results of `unickpt.open`; with
             `last`, the folder of a run.
         destination: the path or URL of the new checkpoint, in unickpt's own format.
         how: a method of `unickpt.merge_methods`, or its name if its parameters have defaults:
@@ -104,8 +104,8 @@ def merge(
         integers: what to do with integers, bools, PRNG keys and counts (scalars that are whole
             numbers in all sources), which are not merged: "equal" takes them if they are the same
             in all sources, and refuses the merge otherwise; "last" takes those of the last source.
-        allow_nonfinite: whether sources may have NaN and infinite elements. Methods that look at
-            whole arrays or drop elements never allow them.
+        allow_nonfinite: whether sources may have NaN and infinite elements. Methods that need facts
+            about whole arrays or drop elements never allow them.
         overwrite: as for `save`.
         verify: whether to read the destination back and check it against its digests.
         options: as for `save`; `budget_bytes` bounds the memory of the whole merge.
@@ -153,7 +153,7 @@ def merge(
 def _write(
     plan: MergePlan, destination: PathLike, overwrite: bool, options: SaveOptions, nonfinite: bool
 ) -> MergeReport:
-    """Writes what a plan makes."""
+    """Writes the result of a plan."""
     view = plan.last.view
     budget, held_bytes = conversion_budgets(options)
     merger = Merger(plan, budget, held_bytes, nonfinite)
@@ -228,7 +228,7 @@ def _exists(url: str) -> bool:
 
 
 def _metadata(plan: MergePlan) -> dict[str, Any]:
-    """The last source's metadata, with what was merged instead of its step and metrics."""
+    """The last source's metadata, with the record of the merge instead of its step and metrics."""
     view = plan.last.view
     metadata = view.checkpoint.index.metadata
     if isinstance(view, RuledView):
@@ -243,8 +243,8 @@ class Merger:
     """Makes the elements of a merge.
 
     Arguments:
-        plan: what to make of what.
-        budget_bytes: of memory for the chunks that are made at once, and what they are made of.
+        plan: of the merge.
+        budget_bytes: of memory for the chunks that are made at once, and their inputs.
         held_bytes: of memory for chunks that are being written.
         allow_nonfinite: see `merge`.
     """
@@ -262,10 +262,11 @@ class Merger:
         self._from_last = frozenset(plan.from_last)
         self._statistics_by_name: dict[str, list[float]] = {}
 
-    # --- what has to be known of whole arrays --------------------------------------------------
+    # --- facts about whole arrays --------------------------------------------------------------
 
     def measure(self, group: Group) -> None:
-        """Computes what the method needs to know of whole arrays: each process of some, for all.
+        """Computes the facts that the method needs about whole arrays: each process of some, for
+        all.
 
         Raises:
             MergeError: an array cannot be merged.

@@ -16,7 +16,7 @@ _PARALLEL = 0.9995  # SLERP: above this cosine the angle is too small to divide 
 
 @dataclass(frozen=True)
 class SourceFacts:
-    """What weights depend on.
+    """The facts that weights depend on.
 
     Arguments:
         url: of the source.
@@ -31,7 +31,7 @@ class SourceFacts:
 
 @dataclass(frozen=True)
 class Method:
-    """A way to merge; what all of them have in common."""
+    """A way to merge; the base class of all methods."""
 
     name: ClassVar[str]
     needs_base: ClassVar[bool] = False
@@ -176,7 +176,7 @@ class Ties(Method):
 
 @dataclass(frozen=True)
 class Dare(Method):
-    """DARE (arXiv 2311.03099): task arithmetic with differences of which elements are dropped at
+    """DARE (arXiv 2311.03099): task arithmetic with differences whose elements are dropped at
     random, and the others enlarged by `1 / (1 - drop)`.
 
     Which elements are dropped depends on the seed, the array's name, the number of the source and
@@ -223,9 +223,9 @@ class Search(Method):
             `scores`; by default the one that is nearest to the best of each task, where each task's
             range on the front counts as 1, and the task counts in which it is farthest.
         log: a local file in which each trial is kept: a search that was stopped, and is called
-            again with the same arguments, goes on where it was.
+            again with the same arguments, resumes there.
         scratch: a path or URL below which trials are written, and removed at the end; by default
-            beside the destination.
+            next to the destination.
     """
 
     name = "search"
@@ -385,7 +385,7 @@ def _positive(source: SourceFacts, what: str, value: float) -> float:
 
 def _shares(values: Sequence[float], power: float) -> tuple[float, ...]:
     """Weights in proportion to powers of positive numbers; their sum is 1."""
-    logs = [power * math.log(value) for value in values]  # of which powers cannot overflow
+    logs = [power * math.log(value) for value in values]  # whose powers cannot overflow
     largest = max(logs)
     scaled = [math.exp(log - largest) for log in logs]
     total = math.fsum(scaled)

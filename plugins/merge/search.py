@@ -156,11 +156,11 @@ def _costs(trial: Trial, better: Mapping[str, str]) -> tuple[float, ...]:
 
 
 class TrialLog:
-    """The file in which trials are kept, so that a search that was stopped goes on.
+    """The file of trials, which a stopped search resumes from.
 
     Arguments:
         path: of the file; None for none.
-        about: what the search is: its sources and how it searches.
+        about: the search's sources and settings.
 
     Raises:
         MergeError: the file is of another search, or cannot be read or written.
@@ -210,7 +210,7 @@ class TrialLog:
 
 @dataclass(frozen=True)
 class BestWeights:
-    """What a search has found.
+    """The result of a search.
 
     Arguments:
         weights: of the sources, those of the chosen trial.
@@ -233,14 +233,14 @@ def search(
     """The best weights that were tried; of several tasks those of a trial on the Pareto front. The
     same on all processes.
 
-    Process 0 has the optimiser, and tells the others what to try.
+    Process 0 has the optimiser, and sends the others the weights to try.
 
     Arguments:
-        method: what to search.
+        method: of the search.
         group: the processes.
         start: the first weights to try.
         merged: merges with weights; called by all processes.
-        sources: what is known of each: at least its "url".
+        sources: facts about each: at least its "url".
 
     Raises:
         MergeError: scipy or optuna is not installed, a score is no number, or `Search.log` is of
@@ -255,7 +255,7 @@ def search(
         path = None if method.log is None else os.fspath(method.log)
         trials.log = TrialLog(path, {"sources": list(sources), **method.parameters})
         first = tuple(min(max(weight, method.low), method.high) for weight in start)
-        tasks = trials.scores(first)  # first of all, as optimisers move what is close to a bound
+        tasks = trials.scores(first)  # as optimisers move weights close to a bound
         if ONLY in tasks:
             _minimise(method, first, trials)
         else:
@@ -325,7 +325,7 @@ def _find_front(
 
 
 def on_all(group: Group, work: Callable[[], Any]) -> list[Any]:
-    """What the work of each process gives, as JSON has it; called by all of them.
+    """The results of each process's work, as JSON; called by all of them.
 
     Raises:
         Exception: that of this process's work.
@@ -380,7 +380,7 @@ class _Trying:
         self.log = TrialLog(None, {})
 
     def best(self) -> BestWeights:
-        """What is best of what was tried; of equal ones the first.
+        """The best trial; of equal ones the first.
 
         Raises:
             MergeError: no score is finite.
@@ -420,7 +420,7 @@ class _Trying:
         return self.tried[weights]
 
     def follow(self) -> BestWeights:
-        """Tries what process 0 says, up to the end."""
+        """Tries the weights that process 0 sends, up to the end."""
         while "known" not in (order := self.order({})):
             if "error" in order:
                 raise ProcessFailed(f"process 0 failed: {order['error']}")
@@ -429,7 +429,7 @@ class _Trying:
         return self.best()
 
     def order(self, mine: dict[str, Any]) -> dict[str, Any]:
-        """What process 0 says is next: weights to try; all trials at the end; or its error."""
+        """The next message of process 0: weights to try; all trials at the end; or its error."""
         orders = all_gather_bytes(self._group, json.dumps(mine).encode())
         instruction: dict[str, Any] = json.loads(orders[0])
         return instruction

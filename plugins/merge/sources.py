@@ -39,7 +39,7 @@ from unickpt.types import Box
 
 Sources = Sequence[Source] | PathLike
 ManyRules: TypeAlias = "Rules | Sequence[Rules | None] | None"
-_STEP = re.compile(r"step_(0|[1-9][0-9]{0,17})")  # what Checkpointer calls its steps
+_STEP = re.compile(r"step_(0|[1-9][0-9]{0,17})")  # the names of Checkpointer's steps
 _MOST_ROWS = 50
 
 
@@ -48,8 +48,8 @@ class MergeSource:
     """A source of a merge, or its base.
 
     Arguments:
-        view: what it has, through rules if there are any.
-        facts: what weights depend on.
+        view: of its content, through rules if there are any.
+        facts: that weights depend on.
     """
 
     view: View
@@ -72,7 +72,7 @@ class MergeSource:
 
 @dataclass(frozen=True)
 class MergePlan:
-    """What a merge makes of what.
+    """The plan of a merge.
 
     Arguments:
         method: how.
@@ -113,7 +113,7 @@ class MergePlan:
 
     @property
     def record(self) -> dict[str, Any]:
-        """What metadata tells of the merge."""
+        """The record of the merge in metadata."""
         sources = [
             {**_source_record(source), "weight": weight}
             for source, weight in zip(self.sources, self.weights, strict=True)
@@ -136,7 +136,7 @@ def _source_record(source: MergeSource) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class MergeRequest:
-    """What is asked for; see `merge`."""
+    """The arguments of a merge; see `merge`."""
 
     sources: Sources
     method: Method
@@ -157,7 +157,7 @@ class MergeRequest:
 
 
 def preview(sources: Sources, method: Method, **asked: Any) -> MergePlan:
-    """What `merge` would do.
+    """The plan of `merge`.
 
     Arguments:
         sources, method: as of `MergeRequest`.
@@ -334,7 +334,7 @@ def _values_that_differ(sources: Sequence[MergeSource]) -> Iterator[str]:
             yield name
 
 
-# --- what is not merged ---------------------------------------------------------------------------
+# --- leaves that are not merged -------------------------------------------------------------------
 
 
 def _from_last(plan: MergePlan, integers: str, options: LoadOptions) -> tuple[str, ...]:

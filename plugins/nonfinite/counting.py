@@ -79,7 +79,7 @@ def find_nonfinite(path: Source, *, progress: Progress = None) -> NonfiniteRepor
     Each stored chunk is read once, and its digest is compared. Memory is bounded (about 128 MiB).
 
     Arguments:
-        path: a checkpoint: a local path, a URL, or what `unickpt.open` returned. Or a folder of
+        path: a checkpoint: a local path, a URL, or a result of `unickpt.open`. Or a folder of
             checkpoints, such as a run, which are read in the order of their steps until one has
             elements that are not finite.
         progress: True for a bar, or a function of the bytes read so far and in total.
