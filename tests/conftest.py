@@ -26,6 +26,8 @@ from support.processes import Processes
 # Eight CPU devices for the tests that run JAX in this process; set before JAX starts.
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+# All cores are busy: threads of torch and BLAS would spin while they wait for one another.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("KERAS_BACKEND", "jax")  # TensorFlow is not installed
 
 # Examples take as long as the machine's load makes them take. The same ones in each run, so that

@@ -95,7 +95,7 @@ def contents(path: Path | str) -> dict[str, Any]:
     """All that is stored at a path, by name."""
     stored = unickpt.open(path)
     blobs = {
-        name: np.array([value.json() for value in stored.reader.per_process(name)])
+        name: np.array([value.section("")[0] for value in stored.reader.per_process(name)])
         for name in stored.index.per_process
     }
     return {**{name: array[...] for name, array in stored.items()}, **stored.values, **blobs}
