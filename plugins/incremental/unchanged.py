@@ -201,7 +201,7 @@ def words_of(
             continue
         unused.discard(pattern)
         if entry.codec is not None or name in apart:
-            continue  # the base's chunks are not its current or earlier elements
+            continue  # the base may hold other elements: a codec's, or older ones of experts
         word = patterns[pattern]
         if not isinstance(word, str):
             is_one = isinstance(word, bool | np.bool_)

@@ -34,7 +34,8 @@ def through(
     *,
     strict: bool = True,
 ) -> dict[str, Array]:
-    """What rules make of arrays, beside values that are no arrays; what they can if not strict."""
+    """The result of rules on arrays, with values that are not arrays; a partial one if not
+    strict."""
     value = LeafFact(kind=LeafKind.VALUE)
     stored = stored_leaves(facts_of(have) | dict.fromkeys(values, value))
     requested = facts_of(want) | dict.fromkeys(wanted_values, value)
@@ -46,8 +47,8 @@ def same(made: Mapping[str, Array], expected: Mapping[str, Array], scaled: set[s
     """Raises RuleError if arrays are not the same.
 
     Arguments:
-        made: what rules made.
-        expected: what it should be.
+        made: the rules' result.
+        expected: the expected result.
         scaled: those that arithmetic may have changed in the last bits.
     """
     for name, array in expected.items():
@@ -73,7 +74,7 @@ def step(dtype: DType) -> float:
 
 
 def taken_apart(lines: Sequence[Written], text: str, error: Exception) -> list[Written]:
-    """Rules of which those that an error is about are not merged; the same if none of these is.
+    """Rules without merging those that an error is about; unchanged if none of these is merged.
 
     Arguments:
         lines: the rules.
@@ -120,8 +121,8 @@ def wrong_with(
 
     Arguments:
         line: the rule, of arrays on both sides.
-        inputs: what the converter was given.
-        made: what it made of that.
+        inputs: of the converter.
+        made: its result.
         scaled: see `same`.
     """
     try:

@@ -70,7 +70,7 @@ class ItemPlace:
 
 @dataclass(frozen=True)
 class ItemPart:
-    """What a block occupies of a dimension.
+    """The part of a dimension that a block occupies.
 
     Arguments:
         block: its number.
@@ -141,11 +141,11 @@ class Dimensions:
     units: list[tuple[ItemAxis, frozenset[int]]] = field(default_factory=list)
 
     def factors(self, extent: int, parts: Sequence[ItemPart]) -> list[Item]:
-        """What a dimension is made of.
+        """The items that a dimension consists of.
 
         Arguments:
-            extent: of the dimension, or of what is left of it.
-            parts: what each block occupies.
+            extent: of the dimension, or of its rest.
+            parts: that each block occupies.
 
         Raises:
             Irregular: no axes give this.
@@ -196,7 +196,7 @@ class Dimensions:
     def _peeled(
         self, parts: Sequence[ItemPart], position: int, common: int, remaining_extent: int
     ) -> list[Item]:
-        """What a dimension is made of: one axis of all parts, and the rest."""
+        """The items that a dimension consists of: one axis of all parts, and the rest."""
         for part in parts:
             leaves = list(part.places[position].axis.leaves())
             if len(leaves) == 1 and leaves[0].extent != common:

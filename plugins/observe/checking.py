@@ -1,4 +1,4 @@
-"""Check: whether rules make of one side what the other side holds, by a few elements of each array.
+"""Check: whether rules turn one side into the other, by a few elements of each array.
 
 Where names and shapes fit, a transpose of a square kernel, or an exchange of q and k, shows in the
 values alone.
@@ -43,7 +43,7 @@ class Side:
     Arguments:
         facts: of all leaves, by name.
         read: returns a box of an array.
-        where: what it is, for messages.
+        where: its description, for messages.
         values: the leaves that are no arrays.
     """
 
@@ -54,7 +54,7 @@ class Side:
 
     @classmethod
     def of(cls, source: Any, where: str) -> Side:
-        """A tree of arrays, or a checkpoint: a path, a URL, or what `unickpt.open` returned."""
+        """A tree of arrays, or a checkpoint: a path, a URL, or a result of `unickpt.open`."""
         if isinstance(source, str | PathLike | Checkpoint):
             opened = opened_checkpoint(source)
             index = opened.reader.index
@@ -107,8 +107,8 @@ def check(rules: Rules, left: Any, right: Any, *, probes: int, rtol: float) -> R
 
 
 def _unequal_values(name: str, made: MadeLeaf, have: Side, want: Side) -> tuple[Any, Any] | None:
-    """What the right side holds and what would be made, where one of the two is a plain value; None
-    if they are equal. A 0-d array is compared as its number, as `load` takes it."""
+    """The right side's value and the rules' result, where one of the two is a plain value; None if
+    they are equal. A 0-d array is compared as its number, as `load` takes it."""
     theirs: Any = want.values.get(name)
     ours: Any = have.values.get(made.carried or "")
     if name in want.arrays:
@@ -159,7 +159,7 @@ def _boxes(shape: tuple[int, ...], probes: int, random: np.random.Generator) -> 
 
 
 def _difference(name: str, made: MadeLeaf, element: tuple[int, ...], have: Side, want: Side) -> str:
-    """What is not the same, and why it may be."""
+    """The difference, and its possible cause."""
     box = Box(element, tuple(i + 1 for i in element))
     ours = ruled_elements(made, box, have.read).reshape(())
     theirs = want.read(name, box).reshape(())

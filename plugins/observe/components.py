@@ -36,12 +36,12 @@ def drafts(
     outputs: Sequence[Traced],
     together: Callable[[str], str] | None = None,
 ) -> Iterator[Draft | ComponentMisfit]:
-    """The rules for all outputs that are made of inputs, in the order of the inputs.
+    """The rules for all outputs that are made from inputs, in the order of the inputs.
 
     Arguments:
         inputs: all inputs.
-        outputs: those that are made of inputs.
-        together: what names of outputs have in common that shall be in one rule, if axes allow it,
+        outputs: those that are made from inputs.
+        together: the common part of names of outputs that shall be in one rule, if axes allow it,
             also if they share no input.
     """
     for lefts, rights in _components(len(inputs), outputs, together):
@@ -54,7 +54,7 @@ def drafts(
             names = [inputs[number].name for number in lefts]
             alone = [number for number in rights if _has_copies(outputs[number])] or rights
             yield ComponentMisfit(names, [outputs[number].name for number in alone], why)
-            # What an array with copies is made of may be in others as it is.
+            # The inputs of an array with copies may be in others unchanged.
             yield from drafts(inputs, [outputs[number] for number in rights if number not in alone])
         else:
             yield from drafts(inputs, [outputs[number] for number in rights])
@@ -208,7 +208,7 @@ def _pieces(
 
 
 def _repeated(pieces: Sequence[Pieced]) -> Iterator[Pieced]:
-    """Blocks of which those are one that repeat on both sides."""
+    """Blocks, where those that repeat on both sides are merged into one."""
     by_key: dict[tuple[int, int, float, float], list[Block]] = {}
     for piece in pieces:
         key = piece.left, piece.right, piece.scale, piece.offset

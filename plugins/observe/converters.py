@@ -39,7 +39,7 @@ FRAMEWORKS = ("numpy", "torch", "jax")
 
 @dataclass(frozen=True)
 class Example:
-    """What a converter is called with.
+    """The arguments of a converter.
 
     Arguments:
         node: the containers.
@@ -58,7 +58,7 @@ class Example:
         """The example that a user gives.
 
         Arguments:
-            source: a tree of arrays, or of what has a shape and a dtype, or of shapes; or a
+            source: a tree of arrays, of objects with a shape and a dtype, or of shapes; or a
                 checkpoint.
             framework: of the arrays that the converter gets; None for that of `source`.
 
@@ -113,10 +113,10 @@ class Converter:
     def __init__(self, function: Callable[[Any], Any], example: Example) -> None:
         self._function, self._example = function, example
         self.plain: Mapping[str, Any] = {}
-        """What it returned last that is no array, by name."""
+        """The values that are not arrays in its last result, by name."""
 
     def __call__(self, arrays: Mapping[str, Array]) -> dict[str, Array]:
-        """All arrays that it returns; of one that returns None, what it made of its argument."""
+        """All arrays that it returns; if it returns None, those in its changed argument."""
         example = self._example
         values = {name: example.array(x) for name, x in arrays.items()}
         argument = rebuild_tree(
@@ -130,7 +130,7 @@ class Converter:
         return made
 
     def _failure(self, error: Exception) -> str:
-        """What a converter raised, and what the example has."""
+        """The error of a converter, and the content of the example."""
         place = traceback.extract_tb(error.__traceback__)[-1]
         names = list(self._example.arrays)
         return (
@@ -144,7 +144,7 @@ class Converter:
 
 
 def leaves_in(tree: Any) -> tuple[dict[str, Array], dict[str, Any]]:
-    """All arrays of what a converter returns, and all that is no array, by name."""
+    """All arrays in a converter's result, and all other values, by name."""
     if not hasattr(tree, "shape") and _is_pairs(tree):
         tree = dict(tree)
     arrays, plain = {}, {}

@@ -55,7 +55,7 @@ def _side(source: Any, where: str) -> tuple[Side, bool]:
         side = Side.of(source, where)
         if side.arrays.keys() == example.arrays.keys():
             return side, True
-    except (TypeError, NotImplementedError):  # what stands for an array without memory
+    except (TypeError, NotImplementedError):  # a placeholder of an array without memory
         pass
     facts = {n: LeafFact(s, dtype_name(dtype)) for n, (s, dtype) in example.arrays.items()}
     return Side(facts, lambda name, box: np.zeros(box.shape), where), False
@@ -93,7 +93,7 @@ class _Drafted:
     # --- values -------------------------------------------------------------------------------
 
     def by_values(self) -> None:
-        """Takes what values decide."""
+        """Takes the matches that values decide."""
         if not self.has_values:
             return
         self._equal_arrays()
@@ -105,7 +105,7 @@ class _Drafted:
                     self._parts(is_left, name)
 
     def _sums(self, is_left: bool) -> dict[str, int]:
-        """The sums of what is left of a side and whose values tell something."""
+        """The sums of a side's remaining arrays whose values are distinctive."""
         values = self._values[is_left]
         return {n: values.sums[n] for n in self._open[is_left]
                 if n in values.sums and not values.is_constant[n]}  # fmt: skip
@@ -217,7 +217,8 @@ class _Drafted:
     # --- names --------------------------------------------------------------------------------
 
     def by_siblings(self) -> None:
-        """Takes arrays whose containers belong together, by what was taken, and that fit alone."""
+        """Takes arrays whose containers belong together, according to earlier matches, and that fit
+        alone."""
         for _ in range(2):
             parents: dict[str, set[str]] = defaultdict(set)
             back: dict[str, set[str]] = defaultdict(set)
@@ -240,7 +241,7 @@ class _Drafted:
                     self._by_shape(left, matches[0], is_sure=True, alternatives=[])
 
     def by_names(self) -> None:
-        """Takes what names and shapes decide, and guesses the rest."""
+        """Takes the matches that names and shapes decide, and guesses the rest."""
         lefts, rights = _families(self._open[True]), _families(self._open[False])
         if not lefts or not rights:
             return
@@ -393,7 +394,7 @@ def _families(facts: Mapping[str, LeafFact]) -> list[_NameFamily]:
 
 
 def _fits(left: _NameFamily, right: _NameFamily) -> bool:
-    """Whether shapes allow that one becomes the other: as they are, or stacked."""
+    """Whether shapes allow that one becomes the other: unchanged, or stacked."""
     if len(left.names) == len(right.names):
         return bool(orders(left.shape, right.shape))
     large, small = (left, right) if len(left.names) == 1 else (right, left)
@@ -410,7 +411,7 @@ def _stackings(large: _NameFamily, small: _NameFamily) -> Iterator[tuple[int, Or
 
 
 def _merged_guesses(guesses: Sequence[_Guess]) -> dict[str, tuple[str, ...]]:
-    """Guesses as lines, those that differ only in numbers as one, with what else may be meant."""
+    """Guesses as lines, those that differ only in numbers as one, with the alternatives."""
     by_form: dict[object, list[_Guess]] = defaultdict(list)
     for guess in guesses:
         alternatives = tuple(re.sub(r"\d+", "#", other) for other in guess.alternatives)

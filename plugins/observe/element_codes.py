@@ -1,4 +1,4 @@
-"""Codes: which element of which input each element of an output is, from runs with known numbers.
+"""Codes: identify the input and position of each element of an output, by runs on known numbers.
 
 Every element of the inputs has a number of its own. It is written in digits small enough for the
 dtype to hold exactly, one digit in each run, in an order that looks random: a converter that
@@ -56,7 +56,7 @@ class Traced:
 
     @property
     def sources(self) -> list[int]:
-        """The numbers of the inputs of which it has elements, ascending."""
+        """The numbers of the inputs whose elements it has, ascending."""
         if not self.source.size:
             return []
         if self.source.min() == self.source.max():  # as of most
@@ -66,7 +66,7 @@ class Traced:
 
 @dataclass(frozen=True)
 class _Class:
-    """Inputs whose elements are told apart in one series of runs.
+    """Inputs whose elements are distinguished in one series of runs.
 
     Arguments:
         members: their numbers.
@@ -200,7 +200,7 @@ def bits_of(dtype: DType) -> int:
 
 
 def _still(x: Array, random: np.random.Generator) -> Array:
-    """What an input holds while others are traced: small whole numbers that differ."""
+    """The elements of an input while others are traced: small whole numbers that differ."""
     least, most = (0, 2) if x.dtype.kind == "b" else (1, 1 << max(1, bits_of(x.dtype)))
     values: Array = random.integers(least, most, x.shape).astype(x.dtype)
     return values
@@ -215,8 +215,8 @@ def check_names(rounds: Sequence[Mapping[str, Array]], traced: Sequence[Traced])
     """Checks that a converter returned the same arrays each time.
 
     Arguments:
-        rounds: what it returned.
-        traced: what it returned before.
+        rounds: its results.
+        traced: its earlier results.
 
     Raises:
         NamesDiffer: says which array differs.
@@ -269,7 +269,8 @@ def _decode(coded: _Class, outs: Sequence[Array]) -> _Decoded:
 def _decode_bits(coded: _Class, outs: Sequence[Array]) -> _Decoded:
     """As `_decode`, of inputs that hold 0 and 1 only: no arithmetic is found.
 
-    The last output is that of the first digit's opposite, which tells elements from constants.
+    The last output is that of the first digit's opposite, which distinguishes elements from
+    constants.
     """
     *digits, opposite = outs
     still = np.all([out == digits[0] for out in outs], axis=0)
@@ -296,7 +297,7 @@ def _fault(fine: Array) -> str:
 
 
 def _combine(traced: Traced, *decoded: Any) -> None:
-    """Adds what another class of inputs shows of an output."""
+    """Adds the elements of an output that come from another class of inputs."""
     source, index, scale, offset, fault = decoded
     both = np.flatnonzero((source >= 0) & (traced.source >= 0))
     if len(both) or fault or traced.fault:

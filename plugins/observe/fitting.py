@@ -32,7 +32,7 @@ class NumberExpr:
 
 
 Name = tuple[str | NumberExpr, ...]
-"""A name: texts, and numbers made of axes."""
+"""A name: texts, and numbers as formulas of axes."""
 
 
 @dataclass
@@ -41,9 +41,9 @@ class Term:
 
     Arguments:
         name: of it.
-        dims: what each dimension is made of.
+        dims: the items of each dimension.
         blocks: its blocks.
-        scale, offset: what its elements are multiplied by, and what is added then.
+        scale, offset: its elements are multiplied by the one, then the other is added.
         names: of all its arrays.
         is_one_of_several: whether other terms have names like its own with other numbers.
     """
@@ -182,7 +182,7 @@ class Fit:
         return Term(group.name(numbers), shape, frozenset(members), frozenset(group.names))
 
     def _part(self, is_left: bool, member: int, coordinate: int) -> ItemPart:
-        """What a block occupies along a coordinate of one side."""
+        """The part of one side's coordinate that a block occupies."""
         piece = self.pieces[member]
         width = self.left[piece.left].width
         column = coordinate if is_left else width + coordinate
@@ -217,7 +217,7 @@ class Fit:
         return draft
 
     def _left_elements(self, term: Term) -> object:
-        """What of the left side a term takes; equal for ties."""
+        """The part of the left side that a term takes; equal for ties."""
         blocks = []
         for member in sorted(term.blocks):
             piece = self.pieces[member]
@@ -237,7 +237,7 @@ class Fit:
                 self._add_rest(term, draft.left)
 
     def _add_rest(self, term: Term, lefts: Sequence[Term]) -> None:
-        """What is left of the arithmetic of a right term: `left = (right - offset) / scale`."""
+        """The remaining arithmetic of a right term: `left = (right - offset) / scale`."""
         kinds = set()
         for member in term.blocks:
             piece = self.pieces[member]

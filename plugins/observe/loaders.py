@@ -1,8 +1,8 @@
-"""Loaders: how an inference engine fills the parameters of each rank, and what they must hold then.
+"""Loaders: how an inference engine fills the parameters of each rank, and their expected content.
 
 An engine hides a converter in its loader: it fuses, cuts and pads the arrays of a checkpoint for
-tensor and expert parallelism. It is observed on each rank; the ranks together are rules, in which
-the number of the rank is an axis where a formula fits.
+tensor and expert parallelism. It is observed on each rank; the ranks' results together become
+rules, where the number of the rank is an axis if a formula fits.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Weights = Iterable[tuple[str, Any]]
 
 @dataclass
 class RankLoad:
-    """What a loader does on one rank; it can be pickled, to be sent to one process.
+    """The observation of a loader on one rank; it can be pickled, to be sent to one process.
 
     Arguments:
         rank: its number.
@@ -108,7 +108,7 @@ def rules_of_ranks(loads: Sequence[RankLoad], *, strict: bool = True, name: str 
     """The rules from a checkpoint to the parameters of all ranks of an engine.
 
     Arguments:
-        loads: what `observe_loader` returned on each rank.
+        loads: the results of `observe_loader` on each rank.
         strict: as for `Rules.observe`.
         name: of the rules, for messages.
 
@@ -161,8 +161,8 @@ def expected_digests(loads: Iterable[RankLoad], checkpoint: Any) -> dict[int, di
     Compare with `hashlib.sha256` of the bytes of the engine's own parameters.
 
     Arguments:
-        loads: what `observe_loader` returned, with an example of the checkpoint's shapes.
-        checkpoint: a path, a URL, what `unickpt.open` returned, or a tree of arrays.
+        loads: results of `observe_loader`, with an example of the checkpoint's shapes.
+        checkpoint: a path, a URL, a result of `unickpt.open`, or a tree of arrays.
 
     Returns:
         By rank and name of the parameter.

@@ -247,7 +247,7 @@ def _numbers(members: Sequence[Written]) -> Iterator[tuple[tuple[int, int], Valu
 
 
 def _values(rule: Written, columns: _Columns) -> tuple[set[Values], set[Values]]:
-    """Those of the left side, and of the right."""
+    """The values of the numbers of the left side, and of the right."""
     sides: tuple[set[Values], set[Values]] = set(), set()
     for (term_number, _), values in columns.items():
         sides[term_number >= len(rule.left)].add(values)
@@ -347,7 +347,7 @@ def _is_twice_in_one_name(columns: _Columns, solution: Formulas, numbers: set[in
 
 
 def _apart_in_components(rule: Written, options: Mapping[str, Sequence[int]]) -> Written | None:
-    """A rule in which all but one of the captures in one component of a name are axes; None where
+    """A rule in which all but one of the captures in one component of a name are axes; None if
     these would be in a name twice."""
     axes: set[str] = set()
     for term in rule.terms:

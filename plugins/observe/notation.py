@@ -1,4 +1,4 @@
-"""Notation: rules as they are written, and those that differ only in numbers or words as one."""
+"""Notation: the text of rules; rules that differ only in numbers or words become one."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ Token = str | Capture
 
 @dataclass(frozen=True)
 class WrittenTerm:
-    """A name, in pieces, and what follows it: axes, arithmetic and dtype."""
+    """A name, in pieces, with its axes, arithmetic and dtype."""
 
     name: tuple[Token, ...]
     tail: str = ""
@@ -81,14 +81,14 @@ class Written:
     """A rule as it is written.
 
     Arguments:
-        left: terms; none where `nothing` says what is there instead.
+        left: terms; none where `nothing` replaces them.
         right: for each array its names.
-        sizes: of axes; those that shapes of both sides tell end with `?`.
+        sizes: of axes; those that follow from shapes of both sides end with `?`.
         nothing: `drop` or a constant, on the side that has no term.
         order: where the rule stands in the file.
         shape: sizes of all axes, or of an array that stays as it is: numbers become axes only where
             it is the same.
-        parts: the rules that it stands for, of one that others were merged into.
+        parts: of a merged rule, the rules that it stands for.
     """
 
     left: tuple[WrittenTerm, ...]
@@ -121,7 +121,7 @@ class Written:
 
 
 def tokens(name: str) -> tuple[Token, ...]:
-    """A name in pieces: separators, numbers and what is between them."""
+    """A name in pieces: separators, numbers and the texts between them."""
     return tuple(filter(None, _TOKENS.split(name)))
 
 
@@ -295,7 +295,7 @@ def _alone(terms: Sequence[Term]) -> set[int]:
 
 
 def _deducible(terms: Sequence[Term], known_axes: set[int]) -> set[int]:
-    """The axes whose sizes follow from a dimension in which they alone are not known."""
+    """The axes whose sizes follow from a dimension where only they are unknown."""
     axes = set()
     for term in terms:
         for items in term.dims:

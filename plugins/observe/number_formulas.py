@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 Values = tuple[int, ...]
-"""What a number is in each of several names."""
+"""A number's value in each of several names."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Formula:
 
 @dataclass
 class Formulas:
-    """What numbers are made of.
+    """The variables that numbers are formulas of.
 
     Arguments:
         variables: the values of each.
@@ -75,7 +75,7 @@ def formulas(left: Iterable[Values], right: Iterable[Values]) -> Formulas | None
 
 
 def _direction(values: Values) -> Values:
-    """Equal for numbers of which one is a multiple of the other and a constant."""
+    """Equal for numbers where one is a multiple of the other plus a constant."""
     moved = [value - values[0] for value in values]
     step = math.gcd(*moved) * (1 if next(filter(None, moved), 1) > 0 else -1)
     return tuple(value // step for value in moved)
@@ -98,7 +98,7 @@ def _line(members: Sequence[Values]) -> _Line:
     common = math.gcd(*(factor for factor, _ in factors.values()))
     unit = tuple(value * common for value in unit)
     factors = {v: (factor // common, constant) for v, (factor, constant) in factors.items()}
-    # As small as the constants can be: `{l+1}` beside `{l}`, and not `{l}` beside `{l-1}`.
+    # The smallest possible constants: `{l+1}` next to `{l}`, and not `{l}` next to `{l-1}`.
     shift = min((c // f for f, c in factors.values() if f > 0), default=0)
     if shift > 0 and all(f > 0 for f, _ in factors.values()):
         unit = tuple(value + shift for value in unit)

@@ -23,7 +23,8 @@ from unickpt.plugins.observe.regular_blocks import Irregular
 
 _MISSING = object()
 _SCALES = (1.0, 1e-3, 300.0)
-"""Of the fresh numbers: a converter that asks how large values are shall answer differently."""
+"""Of the fresh numbers: a converter that depends on the size of values shall return another
+result."""
 
 _MERGING = (True, True, True), (False, True, True), (False, False, True), (False, False, False)
 """Whether rules that differ in phrases, words and numbers are merged; those in phrases only if all
@@ -47,12 +48,12 @@ def observe(
 
 
 def rules_of(seen: Seen, title: str, *, strict: bool) -> Rules:
-    """The rules of what was seen, with their report.
+    """The rules of an observation, with their report.
 
     Arguments:
         seen: of one converter, or of a loader on all ranks.
         title: of the rules, for messages.
-        strict: whether to refuse what no rule can say.
+        strict: whether to refuse arrays that no rule can express.
 
     Raises:
         RuleError: names the first array that no rule makes.
@@ -79,13 +80,13 @@ class ProbeValues:
 
 @dataclass
 class Seen:
-    """What a converter does.
+    """The observation of a converter.
 
     Arguments:
-        inputs: what it takes.
+        inputs: of the converter.
         traced: where the elements of all arrays come from that it returns.
         own: fresh numbers that it was given.
-        made: what it made of them.
+        made: its result from them.
         refused: arrays that no rule can make, and why.
         runs: how often it was called.
         together: see `components.drafts`.
@@ -104,11 +105,11 @@ class Seen:
 
 
 def observed(converter: Callable[..., dict[str, Array]], example: Example, title: str) -> Seen:
-    """Runs a converter until it is clear what it does.
+    """Runs a converter until its effect is determined.
 
     Arguments:
         converter: takes and returns arrays by name.
-        example: of what it takes.
+        example: of its argument.
         title: for messages.
 
     Raises:
@@ -148,7 +149,7 @@ def _traced(
 
 
 def _test(converter: Callable[..., dict[str, Array]], example: Example, seen: Seen) -> None:
-    """Runs the converter on fresh numbers, and refuses what is not as it was traced."""
+    """Runs the converter on fresh numbers, and refuses arrays that differ from the trace."""
     random = np.random.default_rng(1)
     for scale in _SCALES:
         arrays = {
@@ -167,10 +168,10 @@ def _test(converter: Callable[..., dict[str, Array]], example: Example, seen: Se
 
 
 class _RuleWriter:
-    """Writes the rules of what was seen.
+    """Writes the rules of an observation.
 
     Arguments:
-        seen: what.
+        seen: the observation.
         title: of the rules.
     """
 
@@ -214,7 +215,7 @@ class _RuleWriter:
             rules.append(self._constant(array, len(inputs) + len(rules)))
             (constant if rules[-1].nothing != "drop" else not_made).append(array.name)
         unused = [array.name for array in inputs if array.name not in used]
-        # Of what the refused arrays are made is not known, so then nothing counts as lost.
+        # The inputs of refused arrays are not known, so then nothing counts as lost.
         dropped = [] if self._seen.refused else unused
         rules += [
             Written((WrittenTerm(tokens(name)),), (), order=numbers[name]) for name in dropped
@@ -236,7 +237,7 @@ class _RuleWriter:
         return self._checked(rules, report, used | {*dropped})
 
     def _of_values(self, order: int) -> list[Written]:
-        """Rules for what is no array."""
+        """Rules for values that are not arrays."""
         values, rules = self._seen.values, list[Written]()
         for name in dict.fromkeys([*values.taken, *values.returned]):
             term = WrittenTerm(tokens(name))
@@ -248,7 +249,7 @@ class _RuleWriter:
         return rules
 
     def _used_elements(self, inputs: Sequence[Input], traced: Sequence[Traced]) -> dict[str, Array]:
-        """For each input of which something is made, which of its elements are."""
+        """For each input in use, which of its elements are used."""
         used: dict[int, Array] = {}
         for output in traced:
             for source in output.sources:
@@ -299,8 +300,8 @@ class _RuleWriter:
     def _checked(self, rules: Sequence[Written], report: ObservedReport, ruled: set[str]) -> Rules:
         """The shortest rules that do as the converter does, in both directions.
 
-        What merging got wrong is taken apart again, and a rule that is wrong by itself refuses its
-        arrays, not those of others.
+        Wrongly merged rules are split again, and a rule that is wrong by itself refuses its arrays,
+        not those of others.
         """
         problem = ""
         for phrases, words, numbers in _MERGING:
@@ -341,7 +342,7 @@ class _RuleWriter:
         return self._checked(good, report, ruled - lost)
 
     def _compare(self, rules: Rules, report: ObservedReport, ruled: set[str]) -> None:
-        """Compares what rules make with what the converter was given and made.
+        """Compares the result of rules with the converter's input and output.
 
         Raises:
             RuleError: it is not the same, or the rules do not fit.
@@ -357,7 +358,8 @@ class _RuleWriter:
         same(backward, expected, {*have} if report.scaled else set())
 
     def _left_of(self, name: str) -> Array:
-        """What the other direction can bring back of an input: not what was cut off, or rounded."""
+        """The elements of an input that the other direction can restore: not those that were cut
+        off, or rounded."""
         x = self._seen.own[name]
         left = x.astype(self._casts.get(name, x.dtype)).astype(x.dtype)
         return np.where(self._used[name].reshape(x.shape), left, np.zeros((), x.dtype))
@@ -415,7 +417,7 @@ def _of_several(output: Traced) -> str:
 def _differs(
     output: Traced, arrays: Mapping[str, Array], inputs: Sequence[Input], made: Mapping[str, Array]
 ) -> str:
-    """Why an output is not what was traced; "" if it is."""
+    """Why an output differs from the trace; "" if it does not."""
     result = made[output.name]
     expected = np.array(output.offset, np.float64)
     for source in output.sources:

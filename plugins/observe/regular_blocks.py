@@ -58,7 +58,7 @@ def blocks_of(rows: Array, left: int) -> list[Block]:
 
 
 def combined(blocks: list[Block]) -> list[Block]:
-    """Blocks of which those that repeat at regular distances on both sides are one.
+    """Blocks, where those that repeat at regular distances on both sides are merged into one.
 
     Of heads that each have a query, a key and a value, there is one block for each head and kind
     at first, and then one for each kind, if that is how the other side has them.
@@ -111,7 +111,7 @@ def _digit(rows: Array) -> tuple[int, tuple[int, ...]] | None:
 
 
 def _parted(rows: Array, left: int) -> tuple[Array, Array]:
-    """The elements in two parts, of which the first is a block, cut along one coordinate."""
+    """The elements in two parts, cut along one coordinate; the first part is a block."""
     for coordinate in range(left):
         for cut in _cuts(rows, coordinate):
             is_before = rows[:, coordinate] < cut

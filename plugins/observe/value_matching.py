@@ -1,8 +1,8 @@
 """Values: which array, or part of one, holds the same numbers as an array of the other side.
 
-The sum of a hash of each element is the same in whatever order the elements are, and that of a
-part is the difference of two sums. So arrays that were transposed, stacked or concatenated are
-found without trying orders; then the few orders that fit the shapes are tried.
+The sum of the elements' hashes does not depend on their order, and that of a part is the difference
+of two sums. So arrays that were transposed, stacked or concatenated are found without trying
+orders; then the few orders that fit the shapes are tried.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Order:
 
 
 def orders(first: tuple[int, ...], second: tuple[int, ...]) -> list[Order]:
-    """All orders in which the axes of one shape make up the other, those that keep them first."""
+    """All orders that turn the axes of one shape into the other, those that keep them first."""
     result = []
     for many, (large, small) in ((True, (first, second)), (False, (second, first))):
         if len(large) < len(small) or (not many and len(large) == len(small)):
@@ -81,9 +81,9 @@ class Region:
 
     Arguments:
         name: of the array.
-        stacked: its axes of which the part has one index each.
+        stacked: its axes where the part has one index each.
         index: these.
-        along: the axis of which the part has a range; None if it has all of it.
+        along: the axis where the part has a range; None if there is none.
         start, stop: of the range.
     """
 
@@ -238,7 +238,7 @@ def _pieces(
 
 
 def equal_orders(array: Array, other: Array) -> list[Order]:
-    """The orders in which the elements of an array are those of another."""
+    """The orders of axes that turn an array into another."""
     wide = array.dtype != other.dtype
     a, b = (array.astype(np.float64), other.astype(np.float64)) if wide else (array, other)
     return [

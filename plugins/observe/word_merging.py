@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from unickpt.plugins.observe.notation import Capture, Token, Written, fresh_letter, letters_of
 
 _MOST_PAIRED = 8  # of one line, which shall be read
-_MOST_PHRASED = 200  # rules of which all pairs of phrases are compared
+_MOST_PHRASED = 200  # rules whose pairs of phrases are all compared
 _SEPARATORS = ("/", ".", "%2F")
 _SEPARATED = re.compile(r"(/|\.|%2F)")
 _WORD = re.compile(r"[\w-]*[A-Za-z][\w-]*")
@@ -19,7 +19,7 @@ _WORD = re.compile(r"[\w-]*[A-Za-z][\w-]*")
 
 @dataclass(frozen=True)
 class _Variant:
-    """A rule, told apart from others by a word of each side.
+    """A rule that differs from others in a word of each side.
 
     Arguments:
         rule: its number.
@@ -37,8 +37,8 @@ class _Variant:
 
 def merge_words(rules: Sequence[Written], *, phrases: bool = True) -> list[Written]:
     """Rules that differ in one word, as one: `{n=q|k}` where it is the same on both sides, and
-    `{w1|w2}` beside `{gate|up}` where it is not; and then those that differ in a phrase of two
-    components at most: `{in_layers.2|out_layers.3}` beside `{conv1|conv2}`.
+    `{w1|w2}` next to `{gate|up}` where it is not; and then those that differ in a phrase of two
+    components at most: `{in_layers.2|out_layers.3}` next to `{conv1|conv2}`.
 
     Arguments:
         rules: no two of which differ only in numbers.
@@ -54,7 +54,7 @@ def _merged(
     rules: Sequence[Written],
     variants_of: Callable[[int, Written], Iterator[tuple[object, _Variant]]],
 ) -> list[Written]:
-    """Rules of which those are one that differ in one variant; as many as can be at first."""
+    """Rules, where those that differ in one variant are merged; first as many as possible."""
     current: list[Written | None] = [*rules]
     groups: dict[object, tuple[int, list[_Variant]]] = {}
     several: dict[int, list[_Variant]] = {}
@@ -168,7 +168,7 @@ def _masked(name: Sequence[Token], place: int, count: int) -> tuple[Token, ...]:
 
 
 def _distinct(variants: Sequence[_Variant]) -> list[_Variant]:
-    """Those of a group that can be one rule: no word of a side twice, and not too many."""
+    """The rules of a group that can be merged: no word of a side twice, and not too many."""
     result: list[_Variant] = []
     for v in variants:
         if all(v.rule != o.rule and v.left != o.left and v.right != o.right for o in result):
@@ -201,7 +201,7 @@ def _as_one(first: Written, variants: Sequence[_Variant]) -> Written:
 def _enumerated(
     name: Sequence[Token], place: int, count: int, words: Sequence[str], axis: str
 ) -> tuple[Token, ...]:
-    """A name with an enumeration of words, without what all of these begin or end with."""
+    """A name with an enumeration of words, without their common beginnings and endings."""
     before = re.sub(r"[A-Za-z0-9]+\Z", "", _common_start(words))
     turned = _common_start([word[len(before) :][::-1] for word in words])[::-1]
     after = re.sub(r"\A[A-Za-z0-9]+", "", turned)

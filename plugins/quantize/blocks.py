@@ -12,7 +12,7 @@ BLOCK = 256
 """The most elements of a block."""
 ROW = 64
 """The fewest elements of a row, if the chunk has as many."""
-_TILE = 1 << 17  # elements: what is worked on at once stays in the processor's cache
+_TILE = 1 << 17  # elements: one unit of work stays in the processor's cache
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Tile:
 
 @dataclass(frozen=True)
 class Blocks:
-    """How a chunk is divided: into rows, and these into blocks, of which the last may be shorter.
+    """How a chunk is divided: into rows, and these into blocks; the last block may be shorter.
 
     Arguments:
         rows: their number.
@@ -45,8 +45,8 @@ class Blocks:
 
     @classmethod
     def of(cls, shape: Sequence[int]) -> Blocks:
-        """The blocks of a chunk: a row is what lies along as few of the last dimensions as have
-        `ROW` elements together."""
+        """The blocks of a chunk: a row spans as few of the last dimensions as have `ROW` elements
+        together."""
         length, dim = 1, len(shape)
         while dim and length < ROW:
             dim -= 1

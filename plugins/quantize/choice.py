@@ -14,7 +14,7 @@ from unickpt.plugins.quantize.restores import Restores
 _COUNTS = frozenset({"step", "steps", "count"})
 
 QuantizePatterns = Mapping[str, str | Restores | None]
-"""The codes of the arrays that each pattern matches; None leaves them as they are."""
+"""The codes of the arrays that each pattern matches; None leaves them unchanged."""
 
 
 def check(patterns: QuantizePatterns) -> None:
@@ -39,7 +39,7 @@ def check(patterns: QuantizePatterns) -> None:
 
 
 def codes_for(patterns: QuantizePatterns, entry: ArrayEntry) -> str | None:
-    """The codes as which an array is to be stored; None if as it is. The first match counts.
+    """The codes to store an array in; None to store it unchanged. The first match counts.
 
     Raises:
         ValueError: it is to be quantised, but cannot be; names the pattern.

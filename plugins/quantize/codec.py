@@ -53,7 +53,7 @@ class Quantize(SaveFeature):
             raise UnsupportedLeaf(str(error)) from None
 
     def in_run(self, run: Run) -> RunFeature | None:
-        """Counts restores, if a pattern asks for that."""
+        """Counts restores, if a pattern needs that."""
         counts = any(isinstance(code, Restores) for code in self.patterns.values())
         return RestoreCount(self.patterns, Quantize, NAME) if counts else None
 
@@ -91,7 +91,7 @@ class Quantize(SaveFeature):
     def zarr_codec(self, settings: Mapping[str, Any]) -> None:
         """Zarr has none."""
 
-    # --- what the index says ----------------------------------------------------------------------
+    # --- entries of the index ---------------------------------------------------------------------
 
     def merge(self, notes: Sequence[Any]) -> dict[str, Any]:
         """The largest errors."""
@@ -121,4 +121,4 @@ class Quantize(SaveFeature):
 
 
 CODEC = Quantize()
-"""What reads arrays; it chooses none."""
+"""The codec that reads arrays; it chooses none."""

@@ -27,6 +27,6 @@ def check(codes: str, dtype: str) -> None:
 
 
 def working(dtype: str) -> DType:
-    """The dtype in which codes are decoded, and in which scales are stored: that of `float64` is
-    itself, that of others float32."""
+    """The dtype of decoded codes and of stored scales: float64 for `float64`, float32 for
+    others."""
     return dtype_from_name("float64" if dtype == "float64" else "float32")

@@ -27,7 +27,7 @@ class BadCodes(ValueError):
 
 @dataclass(frozen=True)
 class QuantizedChunk:
-    """A chunk as it is stored.
+    """A chunk in its stored form.
 
     Arguments:
         data: its bytes.
@@ -61,7 +61,7 @@ def encode(chunk: Array, codes: str) -> QuantizedChunk:
         coded = np.empty(source.shape, np.uint8)
         scales = _scales(data, blocks, work)
     absolute = relative = 0.0
-    # What overflows is found by `_check_finite`, with a message that says so.
+    # `_check_finite` finds overflows, and names them in its message.
     with np.errstate(over="ignore", invalid="ignore"):
         for tile in blocks.tiles():
             values = source[tile.rows, tile.elements].astype(work).reshape(-1, tile.extent)

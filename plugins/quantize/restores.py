@@ -1,4 +1,4 @@
-"""Codes chosen by how often a run is expected to go on from quantised checkpoints.
+"""Codes chosen by how often a run is expected to resume from quantised checkpoints.
 
 Each such restore changes the state a little. Check-N-Run (arXiv 2010.08679) stores the fewer bits,
 the fewer restores it expects, and 8 bits once there have been more.
@@ -29,7 +29,7 @@ class Restores:
     `["unickpt"]["restores"]`. A plain `save` does not count.
 
     Arguments:
-        expected: how often the run will go on from such a step, at least 0.
+        expected: how often the run will resume from such a step, at least 0.
 
     Raises:
         ValueError: the number is negative, or no integer.

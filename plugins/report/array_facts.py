@@ -65,7 +65,7 @@ def describe_arrays(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def mesh_facts(meshes: Iterable[Mesh], processes: int) -> list[dict[str, Any]]:
-    """The meshes on which something of each process can be shown, the largest first."""
+    """The meshes that can show values of each process, the largest first."""
     facts = []
     for mesh in sorted(meshes, key=lambda mesh: -len(mesh.processes)):
         if max(mesh.processes) >= processes:

@@ -1,4 +1,4 @@
-"""What to look at first: the one most notable fact of a run, by rules in a fixed order."""
+"""The headline: the one most notable fact of a run, by rules in a fixed order."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from unickpt.plugins.report.metric_series import Series
 from unickpt.plugins.report.run_facts import RunFacts, StepFacts
 
 _SHARE = 0.05
-"""Of the loop's time: what saves may cost."""
+"""The share of the loop's time that saves may take."""
 _LEAST_S = 1.0
 """A shorter wait does not stand out."""
 _OTHERS = 3
@@ -48,8 +48,8 @@ def headline(
     newest save took twice as long as the others.
 
     Arguments:
-        run: what the storage says.
-        names: of the steps to which the values of the series belong.
+        run: the facts from the storage.
+        names: of the steps that the values of the series belong to.
         series: the metrics.
         cost: of saving, if it is known.
     """
@@ -78,7 +78,7 @@ def _notable(
 
 
 def cost_text(cost: LoopCost) -> str:
-    """What saving cost, in words.
+    """The cost of saving, in words.
 
     Example:
         >>> cost_text(LoopCost(3.0, 60.0, False))

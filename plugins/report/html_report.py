@@ -37,15 +37,15 @@ def report(
     """Writes a page about a run, or about one checkpoint.
 
     The page is one file that needs no network. It shows the steps of a run, what each of them
-    shares with others, and how long it took; of the newest steps, when each process did what, and
+    shares with others, and how long it took; of the newest steps, the phases of each process, and
     which were slow; and the arrays of the newest step with their layouts. It reads no arrays.
 
     Arguments:
         path: of a checkpoint, or of a folder of checkpoints.
         out: the file to write, on a local disk; it is replaced if it exists.
-        metrics: files that `unickpt.integrations.metrics.JsonLines` wrote. They tell of steps that
-            are removed, of the time to the commit, and of loads.
-        trace: another file to write: when each process did what, as trace events, which Perfetto
+        metrics: files that `unickpt.integrations.metrics.JsonLines` wrote. They record removed
+            steps, the time to the commit, and loads.
+        trace: another file to write: the phases of each process, as trace events, which Perfetto
             and chrome://tracing open.
 
     Returns:

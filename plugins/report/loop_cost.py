@@ -1,4 +1,4 @@
-"""What saving cost the training loop: for how long it waited, as a share of its time."""
+"""The cost of saving for the training loop: its waiting time, as a share of its time."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class ReportedSave:
     Arguments:
         asked: when it was made, in seconds since 1970.
         waited: seconds for which the loop waited.
-        is_told: whether a line of metrics says so; else `asked` is known to the second.
+        is_told: whether a line of metrics records it; else `asked` is known to the second.
     """
 
     asked: float
@@ -30,7 +30,7 @@ class ReportedSave:
 
 @dataclass(frozen=True)
 class LoopCost:
-    """What saving cost the loop, from the call of the first save to that of the last.
+    """The cost of saving for the loop, from the call of the first save to that of the last.
 
     Arguments:
         waited: seconds for which the loop waited in that time, by all saves that are known.
@@ -52,8 +52,8 @@ def waited_for(step: StepFacts, line: SavedLine | None) -> float | None:
     """For how long the loop waited for a save, in seconds: the longest that a process's call
     blocked its caller.
 
-    A call that returned only after the commit blocked it until then. Of this the storage knows how
-    long it took until process 0 had merged what all wrote.
+    A call that returned only after the commit blocked it until then. Of this the storage records
+    the time until process 0 had merged the parts of all.
     """
     waits = [] if line is None else [line.blocked_s]
     if step.durations is not None:
@@ -65,7 +65,7 @@ def waited_for(step: StepFacts, line: SavedLine | None) -> float | None:
 def calls_of(
     step: StepFacts, line: SavedLine | None, created: datetime | None
 ) -> Iterable[ReportedSave]:
-    """The call that saved a step, if it is known when it was made, and what it cost.
+    """The call that saved a step, and its cost, if the time of the call is known.
 
     Arguments:
         step: a committed checkpoint.
@@ -82,14 +82,14 @@ def calls_of(
 
 
 def call_told(line: SavedLine, waited: float | None = None) -> ReportedSave:
-    """The call that a line of metrics tells of."""
+    """The call that a line of metrics records."""
     called_at = line.time.timestamp() - line.seconds
     return ReportedSave(called_at, line.blocked_s if waited is None else waited, True)
 
 
 def loop_cost(calls: Sequence[ReportedSave], *, is_least: bool) -> LoopCost | None:
-    """What the saves of a run cost; None if they are too few, or too close to each other for what
-    is known of their times.
+    """The cost of a run's saves; None if they are too few, or too close to each other for the
+    precision of their times.
 
     Arguments:
         calls: those that are known, in any order.

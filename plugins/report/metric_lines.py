@@ -1,4 +1,4 @@
-"""Reads what `unickpt.integrations.metrics.JsonLines` wrote: lines of saves, and of loads."""
+"""Reads the files of `unickpt.integrations.metrics.JsonLines`: lines of saves, and of loads."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _MOST_TEXT = 400
 
 @dataclass(frozen=True)
 class SavedLine:
-    """What process 0 told of a save.
+    """Process 0's line of a save.
 
     Arguments:
         time: when it was over, as ISO 8601.
@@ -45,13 +45,13 @@ class SavedLine:
 
 @dataclass(frozen=True)
 class LoadedLine:
-    """What a process told of a load.
+    """A process's line of a load.
 
     Arguments:
         time: when it was over.
         url: of the checkpoint.
         counts: numbers of leaves by what happened to them, such as `loaded` and `kept`.
-        rows: of a table: what happened, to which leaves, and why.
+        rows: of a table: the event, its leaves, and the reason.
     """
 
     time: datetime
@@ -62,7 +62,7 @@ class LoadedLine:
 
 @dataclass(frozen=True)
 class Lines:
-    """What was found in the files.
+    """The content of the files.
 
     Arguments:
         saves: by process 0, in the order of their times.

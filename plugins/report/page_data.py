@@ -1,4 +1,4 @@
-"""What the page shows of a run or a checkpoint, as one JSON object of bounded size."""
+"""The data of the page about a run or a checkpoint, as one JSON object of bounded size."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ def collect_page_data(run: RunFacts, lines: Lines, path: PathLike) -> dict[str, 
     """Everything that the page shows; all texts are plain (`html.plain`).
 
     Arguments:
-        run: what the storage says.
-        lines: what processes told.
+        run: the facts from the storage.
+        lines: of the processes.
         path: as the user gave it.
     """
     saves, loads, notes = _of_this(run, lines)
@@ -102,7 +102,7 @@ def _rows(
 
 
 def _cost(run: RunFacts, saves: Mapping[str, Sequence[SavedLine]]) -> LoopCost | None:
-    """What the saves of a run cost its loop."""
+    """The cost of a run's saves for its loop."""
     if not run.is_run:
         return None
     line_by_step = {step.name: _line_of_save(step, saves.get(step.name, ())) for step in run.steps}
@@ -170,7 +170,7 @@ def _name_in(run: RunFacts, url: str) -> str | None:
 
 
 def _stored(step: StepFacts, lines: Sequence[SavedLine]) -> dict[str, Any]:
-    """The row of a checkpoint that exists, with what was told of its save, not of earlier ones."""
+    """The row of a checkpoint that exists, with the line of its save, not of earlier ones."""
     line, durations = _line_of_save(step, lines), step.durations
     rate = step.new_bytes / durations.done if durations is not None and durations.done > 0 else 0
     return {
@@ -199,7 +199,7 @@ def _line_of_save(step: StepFacts, lines: Sequence[SavedLine]) -> SavedLine | No
         line
         for line in lines
         if created is not None
-        and line.time >= created  # whole seconds, so it is compared what was saved, too
+        and line.time >= created  # whole seconds, so the saved content is compared, too
         and (line.nbytes, line.processes) == (step.nbytes, step.processes)
     ]
     return matches[-1] if matches else None
@@ -215,7 +215,7 @@ def _time(created: str) -> datetime | None:
 
 
 def _gone(name: str, lines: Sequence[SavedLine]) -> dict[str, Any]:
-    """The row of a checkpoint that was saved, and does not exist any more."""
+    """The row of a checkpoint that was saved, and no longer exists."""
     last = lines[-1]
     unknown = dict.fromkeys(("new", "arrays", "after", "durations", "rate"))
     return {
@@ -262,9 +262,9 @@ def _details(run: RunFacts, path: PathLike) -> tuple[list[dict[str, Any]], dict[
 
 
 def _timing_and_arrays(checkpoint: Checkpoint, *, attempt: str, with_arrays: bool) -> Any:
-    """The timing and the meshes of a checkpoint, if it has them; and its arrays, if asked for.
+    """The timing and the meshes of a checkpoint, if it has them; and its arrays, if requested.
 
-    Nothing of one that has replaced what its row is about.
+    Nothing if another checkpoint has replaced that of its row.
     """
     if checkpoint.index.attempt != attempt:
         return None, None
@@ -282,7 +282,7 @@ def _timing_and_arrays(checkpoint: Checkpoint, *, attempt: str, with_arrays: boo
 
 
 def _left(search: OrphanSearch | None) -> list[dict[str, Any]]:
-    """What failed saves left, and what is being written."""
+    """The remains of failed saves, and saves under way."""
     if search is None:
         return []
     kinds: Mapping[str, Sequence[Orphan]] = {

@@ -1,4 +1,4 @@
-"""What the storage says of a run: its steps, what each is and how long it took."""
+"""The facts about a run from its storage: its steps, their sizes and durations."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ MOST_STEPS = 2000
 
 @dataclass(frozen=True)
 class Durations:
-    """How long a save took, in seconds since process 0 was asked to save.
+    """How long a save took, in seconds since the call of save on process 0.
 
     Arguments:
         done: until every process had written its part.
@@ -68,15 +68,15 @@ class StepFacts:
 
     Arguments:
         name: of its folder; "." for the folder itself.
-        path: what `unickpt.open` takes.
+        path: for `unickpt.open`.
         attempt: the save that committed it.
         created: when it was committed, as in its index.
-        nbytes, new_bytes: of its arrays, and what of them its save wrote.
+        nbytes, new_bytes: of its arrays, and those that its save wrote.
         arrays, processes: number of them.
-        bases: names of the checkpoints beside it that have chunks of it.
-        after: the step after which its job went on, if it says so.
+        bases: names of the checkpoints next to it that have chunks of it.
+        after: the step that its job resumed from, if recorded.
         metrics: numbers that it was saved with; they may be NaN or infinite.
-        durations: None if it does not say.
+        durations: None if not recorded.
         error: why it, or its timing, cannot be read; else empty.
     """
 
@@ -97,14 +97,14 @@ class StepFacts:
 
 @dataclass(frozen=True)
 class RunFacts:
-    """The committed checkpoints of a folder, in natural order, and what else is in it.
+    """The committed checkpoints of a folder, in natural order, and its other content.
 
     Arguments:
         url: of the folder, or of the one checkpoint.
         is_run: whether it is a folder of checkpoints.
         steps: the checkpoints; of more than `MOST_STEPS`, the last ones.
         others: names of those before, which are not opened.
-        left: what failed saves left, and who saves here; None of one checkpoint.
+        left: the remains of failed saves, and the saving jobs; None of one checkpoint.
         on_disk: bytes of all files in the folder; None of one checkpoint.
     """
 

@@ -40,8 +40,8 @@ def trace(data: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _begin(created: str, save: Mapping[str, Any]) -> int | None:
-    """When process 0 was asked to save, in microseconds; None if its index, which is untrusted,
-    does not say."""
+    """The time of the call of save on process 0, in microseconds; None if the index, which is
+    untrusted, does not record it."""
     try:
         committed = datetime.fromisoformat(created).timestamp()
     except (ValueError, OverflowError):
@@ -55,7 +55,7 @@ def _events(save: Mapping[str, Any], begin: int) -> Iterator[Event]:
 
     Arguments:
         save: of `details` in the data of the page.
-        begin: when process 0 was asked to save, in microseconds.
+        begin: the time of the call of save on process 0, in microseconds.
     """
     pid, count, zeros = save["id"], save["processes"], [0] * save["processes"]
     unit = 1_000_000 // save["unit"]
@@ -96,5 +96,5 @@ def _events(save: Mapping[str, Any], begin: int) -> Iterator[Event]:
 
 
 def _named(kind: str, pid: int, tid: int, name: str) -> Event:
-    """What names a process or a track."""
+    """The event that names a process or a track."""
     return {"name": kind, "ph": "M", "pid": pid, "tid": tid, "args": {"name": name}}

@@ -1,5 +1,5 @@
-"""Watching: which checkpoints of a run are committed, and how far the others are; from the storage
-alone, by what the processes of a save leave there (`progress_reports`)."""
+"""Watching: which checkpoints of a run are committed, and the progress of the others; from the
+storage alone, where the processes of a save write their progress (`progress_reports`)."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ class CommittedStep:
     Arguments:
         name: of its folder; "." for the folder that is watched.
         created: when it was committed, as in its index.
-        nbytes, new_bytes: of its arrays, and what of them was written.
+        nbytes, new_bytes: of its arrays, and those that were written.
         processes: how many saved it.
-        seconds: until all had written their part; None if it does not say.
+        seconds: until all had written their part; None if not recorded.
         error: why it cannot be opened; else empty.
     """
 
@@ -68,9 +68,9 @@ class UnderWay:
         name: of the checkpoint's folder; "." for the folder that is watched.
         attempt: its name.
         processes: how many save, as far as it is known.
-        phases: the processes by what they do; those that are `DONE` have written their part.
-        nbytes, total: bytes written, and to be written, of the processes that have told.
-        seconds: since the first of these was asked to save.
+        phases: the processes by phase; those that are `DONE` have written their part.
+        nbytes, total: bytes written, and to be written, of the processes that have reported.
+        seconds: since the first call of save on one of these.
         quiet_s: for how long nothing of this has changed while it was watched.
     """
 
@@ -86,7 +86,7 @@ class UnderWay:
 
 @dataclass(frozen=True)
 class Look:
-    """What a look at a run found; the newest checkpoints, in natural order."""
+    """The result of one look at a run; the newest checkpoints, in natural order."""
 
     committed: Sequence[CommittedStep]
     under_way: Sequence[UnderWay]
@@ -94,7 +94,7 @@ class Look:
 
 @dataclass
 class Watch:
-    """Looks at a run again and again; remembers what cannot change.
+    """Reads a run repeatedly; remembers facts that cannot change.
 
     Arguments:
         root: a path or URL of a folder of checkpoints, or of one.
@@ -111,20 +111,21 @@ class Watch:
     _location: Location = field(init=False)
     _opened: dict[str, tuple[str, CommittedStep]] = field(default_factory=dict)
     _signs: dict[tuple[str, str], tuple[UnderWay, float]] = field(default_factory=dict)
-    """What was found of each attempt, and since when it has not changed."""
+    """The last state of each attempt, and the time of its last change."""
 
     def __post_init__(self) -> None:
         self._location = resolve_path(self.root, whole=True)
 
     def look(self) -> Look:
-        """What is there now.
+        """The current state.
 
         Raises:
             StorageError: the storage failed.
         """
         location, context = self._location, storage_context()
         with reading(location):
-            # In this order: what is committed meanwhile is found in both, and is committed.
+            # In this order: a checkpoint that is committed meanwhile is in both lists, and counts
+            # as committed.
             attempts = _attempts(location, context)
             listed = self._listed()
             under_way = [
@@ -202,7 +203,7 @@ def _opened(listed: Listed) -> CommittedStep:
 
 
 def _attempt(folder: Location, name: str, attempt: str, context: ts.Context) -> UnderWay | None:
-    """How far an attempt is; None if nothing is there any more."""
+    """The progress of an attempt; None if nothing of it is left."""
     keys = [key.decode(errors="replace") for key in folder.store(context).list().result()]
     if not keys:
         return None
