@@ -83,7 +83,7 @@ def read_parent(reader: OcdbtReader, candidate: Candidate, chunk: KnownChunk, ou
     """
     entry, part, number = candidate.entry, candidate.part, candidate.number
     values, target = reader.chunk_values, parent_generation(chunk.generation)
-    chain = values.of(entry, part, number)
+    chain = values.values(entry, part, number)
     try:
         stored_patches = values.additions(entry, part, number, chain)
         states = list(map(patches.state_of, stored_patches))  # each: of the state before it

@@ -71,13 +71,13 @@ class LinkedFiles:
                 places.append(None)
                 continue
             if value is None or value.part is not chunk[1]:
-                (value,) = self._reader.chunk_values.of(*chunk)  # the same for all of a part
+                (value,) = self._reader.chunk_values.values(*chunk)  # the same for all of a part
             places.append((ValueSource(value, location),))
         return places
 
     def _find(self, entry: ArrayEntry, part: Part, number: int) -> Places | None:
         places, values = list[ValueSource](), self._reader.chunk_values
-        for value in values.of(entry, part, number):
+        for value in values.values(entry, part, number):
             location = None if value.base is not None else values.place(entry, value, number)
             if location is None or (not places and isinstance(location, bytes)):
                 return None
@@ -92,7 +92,7 @@ class LinkedFiles:
             return None
         if self._reader.index.bases and len(self._reader.borrowed.rows(entry, part, numbers)):
             return None
-        (value,) = self._reader.chunk_values.of(entry, part, numbers.start)  # the same for all
+        (value,) = self._reader.chunk_values.values(entry, part, numbers.start)  # the same for all
         return value, None
 
     def unit_bytes(self, place: ValueSource) -> int:

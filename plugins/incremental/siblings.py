@@ -58,7 +58,7 @@ class Siblings:
 
     def _find(self, entry: ArrayEntry, part: Part, number: int) -> Places | None:
         places = list[ValueSource]()
-        for value in self._reader.chunk_values.of(entry, part, number):
+        for value in self._reader.chunk_values.values(entry, part, number):
             location = self._reader.chunk_values.place(entry, value, number)
             if location is None:
                 return None
@@ -77,7 +77,7 @@ class Siblings:
             lent = self._reader.borrowed.rows(entry, part, numbers)
             if len(lent) not in (0, len(numbers)) or (lent["base"] != lent["base"][:1]).any():
                 return None
-        (value,) = self._reader.chunk_values.of(entry, part, numbers.start)  # the same for all
+        (value,) = self._reader.chunk_values.values(entry, part, numbers.start)  # the same for all
         owner = self._owner(value)
         return None if not self._chained and owner != self.base else (value, owner)
 

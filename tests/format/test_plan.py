@@ -163,6 +163,6 @@ def test_a_grid_that_would_need_slivers_becomes_parts() -> None:
 
 
 def test_chunk_keys_are_those_of_zarr() -> None:
-    part = chunk_grid.Part.of("x", Box((0, 0), (4, 6)), (2, 2))
+    part = chunk_grid.Part.covering("x", Box((0, 0), (4, 6)), (2, 2))
     assert [part.chunk_key(n) for n in (0, 2, 3)] == ["c/0/0", "c/0/2", "c/1/0"]
-    assert chunk_grid.Part.of("s", Box((), ()), ()).chunk_key(0) == "c"
+    assert chunk_grid.Part.covering("s", Box((), ()), ()).chunk_key(0) == "c"

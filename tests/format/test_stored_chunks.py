@@ -35,7 +35,7 @@ def test_they_are_those_of_tensorstore(
     shape: tuple[int, ...], data: st.DataObject, dtype: str
 ) -> None:
     chunk = tuple(data.draw(st.integers(1, size)) for size in shape)
-    described, part = entry(dtype, shape, chunk), Part.of("w", Box.whole(shape), chunk)
+    described, part = entry(dtype, shape, chunk), Part.covering("w", Box.whole(shape), chunk)
     kind = dtypes.from_name(dtype)
     rng = np.random.default_rng(math.prod(shape))
     values = rng.integers(0, 2, shape).astype(kind)

@@ -186,7 +186,7 @@ def test_pull_finds_each_index_once(data: Any) -> None:
     low, high = sorted(data.draw(st.tuples(st.integers(0, size), st.integers(0, size))))
     line = linear_index(dim)
     expected = sorted(
-        at for at in itertools.product(*map(range, extents)) if low <= line.at(at) < high
+        at for at in itertools.product(*map(range, extents)) if low <= line.value(at) < high
     )
     found = [
         at

@@ -101,7 +101,7 @@ class LinearIndex:
     constant: int
     steps: tuple[tuple[int, int], ...]
 
-    def at(self, indices: Sequence[int]) -> int:
+    def value(self, indices: Sequence[int]) -> int:
         return self.constant + sum(step * indices[axis] for axis, step in self.steps)
 
     def bounds(self, ranges: AxisRanges) -> tuple[int, int]:

@@ -314,8 +314,8 @@ def _trees(items: list[tuple[int, Any]]) -> Any:
     return items[0][1]
 
 
-def _joined(one: tuple[int, Any], other: tuple[int, Any]) -> tuple[int, Any]:
-    (first, ours), (second, theirs) = one, other
+def _joined(pair: tuple[int, Any], other: tuple[int, Any]) -> tuple[int, Any]:
+    (first, ours), (second, theirs) = pair, other
     try:
         return first, tree_json.merge(ours, theirs)
     except ValueError as error:

@@ -70,7 +70,7 @@ class Part:
     count: int
 
     @classmethod
-    def of(cls, key: str, box: Box, chunk: tuple[int, ...]) -> Part:
+    def covering(cls, key: str, box: Box, chunk: tuple[int, ...]) -> Part:
         """The part that carries a box in chunks of some extents."""
         return cls(key, box, chunk, *grid_of(box.shape, chunk))
 
@@ -347,7 +347,7 @@ def _near_divisor(unit: int, want: int) -> int:
 
 @lru_cache(maxsize=4096)  # a save asks several times for the parts of each array
 def _whole(key: str, shape: tuple[int, ...], chunk: tuple[int, ...]) -> Part:
-    return Part.of(key, Box.whole(shape), chunk)
+    return Part.covering(key, Box.whole(shape), chunk)
 
 
 def parts(entry: ArrayEntry) -> list[Part]:
@@ -399,7 +399,7 @@ def box_part(entry: ArrayEntry, box: Box) -> Part:
         for a, b, n, c in zip(box.start, box.stop, entry.shape, entry.chunk, strict=True)
     )
     suffix = "part_" + "_".join(map(str, box.start))
-    return Part.of(f"{entry.name}/{suffix}" if entry.name else suffix, box, chunk)
+    return Part.covering(f"{entry.name}/{suffix}" if entry.name else suffix, box, chunk)
 
 
 def chunk_count(entry: ArrayEntry) -> int:

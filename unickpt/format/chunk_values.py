@@ -78,7 +78,7 @@ class ChunkValues:
     def __init__(self, store: ChunkStore, borrowed: BorrowedChunks) -> None:
         self._own, self._borrowed = store, borrowed
 
-    def of(self, entry: ArrayEntry, part: Part, number: int) -> Sequence[Value]:
+    def values(self, entry: ArrayEntry, part: Part, number: int) -> Sequence[Value]:
         """Where all values of a chunk are: that of a whole one, or its full chunk and patches.
 
         Raises:
@@ -127,7 +127,7 @@ class ChunkValues:
         Raises:
             CheckpointCorrupt: the database is damaged.
         """
-        value = self.of(entry, part, number)[0]
+        value = self.values(entry, part, number)[0]
         place = None if value.base is not None else self.place(entry, value, number)
         return place if isinstance(place, DataReference) else None
 
@@ -182,7 +182,7 @@ class ChunkValues:
             if chain := self.chain(*chunk):
                 wrong += [index] * (self._read_composed(request, chain) != request.digest)
                 continue
-            of_store.setdefault(self.of(*chunk)[0].store, []).append(index)
+            of_store.setdefault(self.values(*chunk)[0].store, []).append(index)
         for store, positions in of_store.items():
             mismatches = store.read([requests[position] for position in positions])
             wrong += [positions[index] for index in mismatches]
@@ -217,7 +217,7 @@ class ChunkValues:
         Raises:
             CheckpointCorrupt, StorageError: as `read`.
         """
-        values = self.of(entry, part, number)
+        values = self.values(entry, part, number)
         try:
             return self._rebuilt(entry, part, number, values, np.empty(0, np.uint8))
         except (Failed, NotDecodable) as error:

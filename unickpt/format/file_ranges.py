@@ -300,19 +300,19 @@ def _joint_length(ranges: Iterable[tuple[str, int, int]]) -> int:
     return total
 
 
-def read_box(files: Files, found: FileBox, local: Box, out: Array) -> None:
+def read_box(files: Files, box: FileBox, local: Box, out: Array) -> None:
     """Reads a part of a box.
 
     Arguments:
         files: of the checkpoint.
-        found: the box.
+        box: the box.
         local: the part, relative to the first element of the box.
         out: of the part's shape; receives it.
 
     Raises:
         Failed: the storage failed, or a file is too short.
     """
-    _read(files, found, sum(a * s for a, s in zip(local.start, found.steps, strict=True)), out)
+    _read(files, box, sum(a * s for a, s in zip(local.start, box.steps, strict=True)), out)
 
 
 def _read(files: Files, file_box: FileBox, start: int, out: Array) -> None:
@@ -428,10 +428,10 @@ class ArrayTable:
         self.aliases: dict[str, str] = {}
         self.values: dict[str, tree_json.Plain] = {}
 
-    def add(self, name: str, found: TensorSource) -> None:
+    def add(self, name: str, tensor: TensorSource) -> None:
         """Adds an array that is one tensor."""
-        where = found.box
-        self.put(whole(name, found.shape, found.dtype, where), (where,))
+        where = tensor.box
+        self.put(whole(name, tensor.shape, tensor.dtype, where), (where,))
 
     def put(self, entry: ArrayEntry, boxes: Sequence[FileBox]) -> None:
         """Adds an array that consists of several boxes."""

@@ -290,17 +290,17 @@ class CheckedFiles(Files):
             if is_own:
                 yield range_
 
-    def complete(self, found: Range) -> None:
+    def complete(self, requested: Range) -> None:
         """Reads what has not been read of a range.
 
         Raises:
             Damaged: it does not match its checksum.
             Failed: the storage failed.
         """
-        parts = self._parts.setdefault(found, Parts(found))
+        parts = self._parts.setdefault(requested, Parts(requested))
         for begin, end in list(parts.gaps):
             for offset in range(begin, end, _AT_ONCE):
-                self.read(found.file, offset, min(_AT_ONCE, end - offset))
+                self.read(requested.file, offset, min(_AT_ONCE, end - offset))
 
 
 def _is_folder(entry: os.DirEntry[str]) -> bool:

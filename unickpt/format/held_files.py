@@ -42,7 +42,7 @@ class LinkedChunk:
     entry: ArrayEntry
     part: Part
     number: int
-    at: DataReference
+    place: DataReference
     row: int
     digest: int
 
@@ -177,7 +177,7 @@ def _path_in(parts: _HeldParts, base: OcdbtReader, chunks: Sequence[LinkedChunk]
         if base.chunk_values.chain(chunk.entry, chunk.part, chunk.number):
             return None
         reference = base.chunk_values.where(chunk.entry, chunk.part, chunk.number)
-        if reference is None or _identity(reference) != _identity(chunk.at):
+        if reference is None or _identity(reference) != _identity(chunk.place):
             return None
         paths.add(reference.path)
     return paths.pop() if len(paths) == 1 else None
@@ -194,7 +194,7 @@ def _incomplete(
     store = base.location.store(context)
     reads = {}
     for path, file_chunks in chunks.items():
-        end = max(chunk.at.offset + chunk.at.length for chunk in file_chunks)
+        end = max(chunk.place.offset + chunk.place.length for chunk in file_chunks)
         reads[path] = store.read(paths[path], byte_range=slice(end - 1, end))
     lost = set(reads)
     for path, read in reads.items():

@@ -167,7 +167,7 @@ class PerProcessEntry:
         """Whether a value is stored in sections (`frameworks.sections`)."""
         return any(self.heads)
 
-    def of(self, process: int) -> tuple[int, int, int]:
+    def value_facts(self, process: int) -> tuple[int, int, int]:
         """Size, digest and head of a process's value."""
         size, digest = self.blobs[process]
         return size, digest, self.heads[process] if self.heads else 0

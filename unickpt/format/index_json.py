@@ -171,7 +171,7 @@ def encode(index: Index) -> bytes:
         "per_process": {
             name: [
                 [size, f"{digest:016x}", *([head] if head else [])]
-                for size, digest, head in map(entry.of, range(len(entry.blobs)))
+                for size, digest, head in map(entry.value_facts, range(len(entry.blobs)))
             ]
             for name, entry in index.per_process.items()
         },
@@ -386,10 +386,10 @@ class IndexParts(NamedTuple):
 
     tree: bytes
     arrays: bytes
-    others: Mapping[str, Any]
+    members: Mapping[str, Any]
 
     @classmethod
-    def of(cls, data: bytes) -> IndexParts:
+    def split(cls, data: bytes) -> IndexParts:
         """The parts of an index, which are not checked.
 
         Raises:
@@ -410,7 +410,7 @@ class IndexParts(NamedTuple):
             BadJSON, BadValue: says what is wrong.
         """
         empty: dict[str, Any] = {"meshes": [], "layouts": [], "aliases": {}, "codecs": []}
-        _decode({**self.others, **empty}, msgspec.Raw(b"{}"), partial=False)
+        _decode({**self.members, **empty}, msgspec.Raw(b"{}"), partial=False)
 
 
 _OF_ARRAYS = ("meshes", "layouts", "arrays", "aliases", "codecs")

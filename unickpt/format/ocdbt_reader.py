@@ -168,7 +168,7 @@ class OcdbtReader(Reader):
             return
         with self.chunks.naming_array(entry):
             for part in chunk_grid.parts(entry)[:1]:
-                value = self.chunk_values.of(entry, part, 0)[0]
+                value = self.chunk_values.values(entry, part, 0)[0]
                 value.store.check_backed(entry, value.part, 0)
 
     def part_url(self, part: Part) -> str:
@@ -206,7 +206,7 @@ class OcdbtReader(Reader):
         from unickpt.frameworks.sections import StoredValue
 
         entry, key = self.index.per_process[name], blob_key(name, process)
-        size, digest, head = entry.of(process)
+        size, digest, head = entry.value_facts(process)
 
         def read(start: int, length: int) -> bytes:
             if length == size:

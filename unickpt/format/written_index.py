@@ -46,7 +46,7 @@ def check_readable(data: bytes, where: str, checked: CheckedStructures = _checke
         UnsupportedLeaf: names what the reader refuses.
     """
     try:
-        parts = index_json.IndexParts.of(data)
+        parts = index_json.IndexParts.split(data)
         structure = _digest(parts.tree, parts.arrays)
         if structure in checked:
             parts.check_others()

@@ -235,5 +235,5 @@ def _strided(
 
     lines, first = list(map(linear_index, dims)), [a for a, _ in ranges]
     steps = [dict(line.steps) for line in lines]
-    index = tuple(line.at(first) - low for line, low in zip(lines, start, strict=True))
+    index = tuple(line.value(first) - low for line, low in zip(lines, start, strict=True))
     return index, tuple(tuple(s.get(axis, 0) for s in steps) for axis in range(len(ranges)))

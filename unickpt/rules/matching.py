@@ -395,9 +395,9 @@ def _details(
         if len(order) > len(ascii_lowercase):
             return text
         letters = "io" if len(order) == 2 else ascii_lowercase
-        here = " ".join(letters[int(axis.removeprefix(ELLIPSIS))] for axis in order)
-        there = " ".join(letters[: len(order)])
-        text += f"; if the axes are in another order, name them: [{there}] there and [{here}] here"
+        ours = " ".join(letters[int(axis.removeprefix(ELLIPSIS))] for axis in order)
+        theirs = " ".join(letters[: len(order)])
+        text += f"; if the axes are in another order, name them: [{theirs}] there and [{ours}] here"
     return text
 
 

@@ -183,7 +183,7 @@ class Removal:
             folder.lease.take()
         steps_by_folder = {folder: folder.committed() for folder in self._steps.all}
         for step in sorted(steps, reverse=True):
-            holders = [folder for folder, others in steps_by_folder.items() if step in others]
+            holders = [folder for folder, existing in steps_by_folder.items() if step in existing]
             for folder in holders:  # from all of them, or from none
                 attempt_folders.check_unneeded(folder.location_of(step), paths.context())
             self._keep_later(step, steps)

@@ -30,21 +30,21 @@ def left_in(folder: str) -> Iterator[tuple[str, str, bool]]:
             yield name, match["of"], match["kind"] == _OLD and match["of"] not in names
 
 
-def restore(folder: str, of: str) -> None:
+def restore(folder: str, name: str) -> None:
     """Puts back the checkpoint that a killed export had moved away, and removes others that were
     replaced. No export to it may be about to commit.
 
     Arguments:
         folder: its path.
-        of: the name of the checkpoint.
+        name: of the checkpoint.
     """
-    for name, destination_of, is_missing in left_in(folder):
-        path = os.path.join(folder, name)
-        if destination_of != of or not name.endswith(f".{_OLD}"):
+    for leftover, destination_of, is_missing in left_in(folder):
+        path = os.path.join(folder, leftover)
+        if destination_of != name or not leftover.endswith(f".{_OLD}"):
             continue
-        if not is_missing or os.path.lexists(os.path.join(folder, of)):
+        if not is_missing or os.path.lexists(os.path.join(folder, name)):
             local_folders.remove(path)
             continue
         with system_calls():
-            os.rename(path, os.path.join(folder, of))
+            os.rename(path, os.path.join(folder, name))
         local_folders.sync_folder(folder)

@@ -167,7 +167,7 @@ def free_bytes(path: str, partial: str) -> int:
     return facts.f_bavail * facts.f_frsize + written
 
 
-def exchange(one: str, other: str) -> bool:
+def exchange(first: str, second: str) -> bool:
     """Exchanges two names at once; False if this system or file system cannot.
 
     Raises:
@@ -178,13 +178,13 @@ def exchange(one: str, other: str) -> bool:
     rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if rename is None:
         return False
-    if rename(_HERE, os.fsencode(one), _HERE, os.fsencode(other), _RENAME_EXCHANGE) == 0:
+    if rename(_HERE, os.fsencode(first), _HERE, os.fsencode(second), _RENAME_EXCHANGE) == 0:
         return True
     number = ctypes.get_errno()
     if number in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
         return False
     with system_calls():
-        raise OSError(number, os.strerror(number), other)
+        raise OSError(number, os.strerror(number), second)
 
 
 def sync_folder(path: str) -> None:

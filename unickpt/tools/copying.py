@@ -139,7 +139,7 @@ def _commit(
 ) -> None:
     """Makes a copy where no other checkpoint is, unless that may be overwritten, and commits it."""
     context = paths.context()
-    origin, version_found, destination = copied.origin, copied.found, copied.destination
+    origin, version_found, destination = copied.origin, copied.version, copied.destination
     root, foreign = Root(Database(destination, context)), destination.foreign_files()
     if foreign or origin.url == destination.url:
         raise CheckpointExists(
@@ -182,14 +182,14 @@ class VersionCopy:
     """
 
     origin: Location
-    found: Version
+    version: Version
     reader: OcdbtReader | None
     destination: Location
     budget_bytes: int
 
     def run(
         self,
-        held: HeldFiles | None = None,
+        held_files: HeldFiles | None = None,
         *,
         check_held: bool = False,
         resume: bool = False,
@@ -198,7 +198,7 @@ class VersionCopy:
         """Copies the files and checks them.
 
         Arguments:
-            held: files that a checkpoint beside the destination has: they are linked, or, where
+            held_files: files of a checkpoint next to the destination: they are linked, or, where
                 links are impossible, the copy borrows their chunks.
             check_held: read these chunks, too, and send them if they are damaged; otherwise it
                 counts that they are there.
@@ -212,11 +212,15 @@ class VersionCopy:
             CheckpointCorrupt: the checkpoint is damaged.
             StorageError: a storage failed.
         """
-        spared = self._link(held)
-        lent = held if held is not None and not spared and held.is_worthwhile else None
+        spared = self._link(held_files)
+        lent = (
+            held_files
+            if held_files is not None and not spared and held_files.is_worthwhile
+            else None
+        )
         if lent is not None:
             spared = set(lent.paths)
-        arguments = self.origin, self.destination, self.found.attempt, self.budget_bytes
+        arguments = self.origin, self.destination, self.version.attempt, self.budget_bytes
         copy_files(*arguments, without=spared, resume=resume, progress=progress)
         manifest = self._manifest(lent)
         try:
@@ -251,9 +255,9 @@ class VersionCopy:
     def _manifest(self, lent: HeldFiles | None) -> bytes:
         """Writes a B-tree if the copy's chunks are in other places; returns the copy's manifest."""
         if self.reader is None or (lent is None and not self.reader.index.bases):
-            return self.found.manifest
+            return self.version.manifest
         context = paths.context()
-        folder = version.copied_folder(self.found.attempt, self.found.name)
+        folder = version.copied_folder(self.version.attempt, self.version.name)
         index = replace(self.reader.index, bases=(), borrowed=0, borrowed_xxh3="", reused=0)
         added, changed = list[Database](), dict[str, bytes | None]()
         if lent is None:
@@ -267,7 +271,7 @@ class VersionCopy:
         draft, manifest_store = database.draft(folder)
         transaction = ts.Transaction(atomic=True)
         root = draft.with_transaction(transaction)
-        for part in (replace(database, manifest=self.found.manifest), *added):
+        for part in (replace(database, manifest=self.version.manifest), *added):
             part.store().experimental_copy_range_to(root, ts.KvStore.KeyRange()).result()
         for written in [root.write(key, value) for key, value in changed.items()]:
             written.result()
@@ -278,7 +282,7 @@ class VersionCopy:
 
     def _write_borrowed(self, reader: OcdbtReader, context: ts.Context) -> Database:
         """Writes the chunks that bases of the checkpoint have."""
-        folder = self.destination.child(f"processes/{self.found.attempt}/{_BORROWED}")
+        folder = self.destination.child(f"processes/{self.version.attempt}/{_BORROWED}")
         folder.remove(context)  # of an interrupted copy
         database = Database(folder, context)
         store = database.store()
@@ -299,7 +303,7 @@ class VersionCopy:
             reference = None if reader is None else reader.chunk_values.where(*chunk)
             return reference is not None and reference.path in spared
 
-        check_copy(self.origin, self.found.manifest, self.destination, manifest, skips)
+        check_copy(self.origin, self.version.manifest, self.destination, manifest, skips)
 
 
 def _borrowing(index: Index, lent: HeldFiles) -> tuple[Index, dict[str, bytes | None]]:

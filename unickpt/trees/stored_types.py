@@ -89,13 +89,13 @@ PYTHON_TYPES = (
 """The types of Python itself and of NumPy."""
 
 
-def parsed_types(text: Any, where: str, known: Collection[str]) -> dict[str, list[str]]:
+def parsed_types(text: Any, where: str, known_names: Collection[str]) -> dict[str, list[str]]:
     """The types of values, by their names, outermost first.
 
     Arguments:
         text: what is stored under `STORED_TYPES`; untrusted.
         where: the checkpoint, for errors.
-        known: the names of types.
+        known_names: of types.
 
     Raises:
         CheckpointCorrupt: the text is malformed.
@@ -109,7 +109,7 @@ def parsed_types(text: Any, where: str, known: Collection[str]) -> dict[str, lis
         types = msgspec.json.decode(text, type=dict[str, list[str]])
     except (TypeError, ValueError, RecursionError):
         raise CheckpointCorrupt(f"{where}: {STORED_TYPES!r} is {quoted(text)}") from None
-    strange = [x for kinds in types.values() for x in kinds if x not in known]
+    strange = [x for kinds in types.values() for x in kinds if x not in known_names]
     if strange:
         raise UnsupportedFormat(
             f"{where} has values of type {quoted(strange[0])}, which this version of "

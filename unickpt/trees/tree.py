@@ -571,7 +571,7 @@ class Skeleton:
     """
 
     name: str
-    of: type
+    container_type: type
     kind: str
     keys: tuple[Key, ...]
     type_name: str
@@ -635,7 +635,7 @@ def _collect(obj: Any, like: Skeleton, level: Expand, values: list[Any]) -> bool
 def _children(obj: Any, like: Skeleton, level: Expand) -> Any:
     """The children of a container; None if it has another structure."""
     container_type = type(obj)
-    if container_type is not like.of:
+    if container_type is not like.container_type:
         return None
     if container_type is dict:
         return obj.values() if like.is_of("dict", plain_keys(obj), "") else None

@@ -69,7 +69,7 @@ def patches_of(path: Path | str) -> list[int]:
     reader: Any = unickpt.open(path).reader
     entry = reader.index.arrays["w"]
     (part,) = chunk_grid.parts(entry)
-    return [len(reader.chunk_values.of(entry, part, n)) - 1 for n in range(part.count)]
+    return [len(reader.chunk_values.values(entry, part, n)) - 1 for n in range(part.count)]
 
 
 @pytest.fixture(params=["disk", "memory", "s3", "no links"])

@@ -159,7 +159,7 @@ def lengths_of(path: Path | str, name: str = "w") -> list[list[int]]:
     return [
         [
             value.store.values.length(chunk_grid.chunk_key(value.part, number))
-            for value in reader.chunk_values.of(entry, part, number)
+            for value in reader.chunk_values.values(entry, part, number)
         ]
         for number in range(part.count)
     ]

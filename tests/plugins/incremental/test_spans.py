@@ -62,7 +62,7 @@ EXTENTS = st.lists(st.tuples(st.integers(1, 9), st.integers(1, 5)), min_size=0, 
 def test_of_many_chunks_as_of_each(extents: list[tuple[int, int]], data: st.DataObject) -> None:
     start = tuple(data.draw(st.integers(0, 3)) for _ in extents)
     box = Box(start, tuple(a + n for a, (n, _) in zip(start, extents, strict=True)))
-    part = Part.of("a/b", box, tuple(chunk for _, chunk in extents))
+    part = Part.covering("a/b", box, tuple(chunk for _, chunk in extents))
     every = range(part.count)
     assert part.sizes().tolist() == [part.chunk_box(number).size for number in every]
     low = data.draw(st.integers(0, part.count))

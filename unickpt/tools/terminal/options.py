@@ -136,16 +136,16 @@ def parsed_hints(hints: list[str] | None) -> dict[str, Any]:
     return named_values("--hint", hints, "a name and a value, such as dequantize=float32")
 
 
-def named_values(option: str, given: list[str] | None, expected: str) -> dict[str, Any]:
+def named_values(option: str, assignments: list[str] | None, expected: str) -> dict[str, Any]:
     """What a repeated option gives as `name=value`, with values of JSON, or else texts.
 
     Arguments:
         option: its name.
-        given: its values.
+        assignments: of it.
         expected: what each has to be, for the error.
     """
     values: dict[str, Any] = {}
-    for assignment in given or ():
+    for assignment in assignments or ():
         name, separator, text = assignment.partition("=")
         if not name or not separator:
             fail(f"{option} {assignment}: expected {expected}")
