@@ -34,7 +34,7 @@ class LinkedChunk:
 
     Arguments:
         entry, part, number: which it is.
-        at: the file and the bytes.
+        place: the file and the bytes.
         row: its row in the digest table.
         digest: its digest.
     """

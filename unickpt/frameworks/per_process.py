@@ -50,7 +50,7 @@ _INT64 = 1 << 63
 _UNREADABLE = RecursionError, UnicodeError, msgspec.DecodeError
 
 
-class _StoredArray(msgspec.Struct, frozen=True, omit_defaults=True, rename={"form": "as"}):
+class _ArrayHead(msgspec.Struct, frozen=True, omit_defaults=True, rename={"form": "as"}):
     """The JSON facts of an array in a value: its elements, or the byte at which they are.
 
     Arguments:
@@ -65,7 +65,7 @@ class _StoredArray(msgspec.Struct, frozen=True, omit_defaults=True, rename={"for
     data: bytes | None = None
 
 
-class _Body(msgspec.Struct, frozen=True):
+class _Section(msgspec.Struct, frozen=True):
     """The JSON of a value or a section."""
 
     tree: Any
@@ -73,7 +73,7 @@ class _Body(msgspec.Struct, frozen=True):
     arrays: dict[str, msgspec.Raw]
 
 
-_ARRAY, _BODY = msgspec.json.Decoder(_StoredArray), msgspec.json.Decoder(_Body)
+_ARRAY, _BODY = msgspec.json.Decoder(_ArrayHead), msgspec.json.Decoder(_Section)
 
 
 class _Misfit(ValueError):
@@ -136,7 +136,7 @@ class _ValuePart:
 
     tree: Any
     plain: Mapping[str, Any]
-    arrays: Mapping[str, _StoredArray]
+    arrays: Mapping[str, _ArrayHead]
     data: Mapping[str, Sequence[memoryview]]
 
     @classmethod
@@ -151,7 +151,7 @@ class _ValuePart:
         for leaf in tree.leaves(root):
             value, about, form = leaf.value, None, None
             if _is_as_stored(value):
-                pieces, about = [value], _StoredArray(dtypes.name_of(value.dtype), value.shape)
+                pieces, about = [value], _ArrayHead(dtypes.name_of(value.dtype), value.shape)
             elif (adapter := adapter_of(value, adapters)) is not None:
                 array, about = _on_host(leaf, adapter, group)
                 pieces = [array]
@@ -166,7 +166,7 @@ class _ValuePart:
                 continue
             if about is None:
                 length = sum(map(len, pieces))
-                about = _StoredArray(dtypes.name_of(pieces[0].dtype), (length,), form=form)
+                about = _ArrayHead(dtypes.name_of(pieces[0].dtype), (length,), form=form)
             arrays[leaf.name] = about
             data[leaf.name] = [p.reshape(-1).view(np.uint8).data for p in pieces]
         return cls(tree_json.to_json(root), plain, arrays, data)
@@ -178,7 +178,7 @@ class _ValuePart:
 
     def json(self) -> bytes:
         """All of it as JSON."""
-        plain, arrays = dict(self.plain), dict[str, _StoredArray]()
+        plain, arrays = dict(self.plain), dict[str, _ArrayHead]()
         for name, about in self.arrays.items():
             elements = b"".join(self.data[name])
             if about.form == "bytes":
@@ -196,7 +196,7 @@ class _ValuePart:
             offset += size + sections.padding(size)
         return self._text(self.plain, arrays), list(self.data.values())
 
-    def _text(self, plain: Mapping[str, Any], arrays: Mapping[str, _StoredArray]) -> bytes:
+    def _text(self, plain: Mapping[str, Any], arrays: Mapping[str, _ArrayHead]) -> bytes:
         return msgspec.json.encode({"tree": self.tree, "values": plain, "arrays": arrays})
 
 
@@ -209,14 +209,14 @@ def _is_as_stored(value: Any) -> bool:
     return flags.c_contiguous and dtype.kind in "biufc" and bool(dtype.isnative)
 
 
-def _on_host(leaf: tree.Leaf, adapter: Adapter, group: Group) -> tuple[Array, _StoredArray]:
+def _on_host(leaf: tree.Leaf, adapter: Adapter, group: Group) -> tuple[Array, _ArrayHead]:
     """The elements of an array, and its other facts."""
     source = adapter.source(leaf.value, group)
     whole, dtype = Box.whole(source.shape), source.dtype.newbyteorder("=")
     if source.fragments and source.fragments[0].box != whole:
         raise TypeError(f"{leaf.name!r}: a sharded array cannot be a per-process value")
     form = "torch" if hasattr(adapter, "from_numpy") else None
-    about = _StoredArray(dtypes.name_of(source.dtype), source.shape, source.prng, form)
+    about = _ArrayHead(dtypes.name_of(source.dtype), source.shape, source.prng, form)
     if not source.fragments:
         return np.zeros(source.shape, dtype), about
     array = stage(source.fragments[0], whole, dtype, HostBuffers(0).take)
@@ -301,7 +301,7 @@ def _decode_value(text: bytes, data: memoryview, like: Any, adapters: Sequence[A
     return tree.rebuild(root, values.__getitem__)
 
 
-def _as_said(value: Any, about: _StoredArray, adapters: Sequence[Adapter]) -> Any:
+def _as_said(value: Any, about: _ArrayHead, adapters: Sequence[Adapter]) -> Any:
     """An array in its original type: a list, bytes, or (if torch is imported) a tensor."""
     match about.form:
         case "list":
@@ -319,7 +319,7 @@ def _as_said(value: Any, about: _StoredArray, adapters: Sequence[Adapter]) -> An
 def _fitted(
     root: tree.Node | tree.Leaf,
     values: dict[str, Any],
-    about: Mapping[str, _StoredArray],
+    about: Mapping[str, _ArrayHead],
     adapters: Sequence[Adapter],
 ) -> dict[str, Any]:
     """The stored leaves as the leaves of `like` request them."""
@@ -339,7 +339,7 @@ def _fitted(
 
 def _decode(
     text: bytes, data: memoryview
-) -> tuple[tree.Node | tree.Leaf, dict[str, Any], dict[str, _StoredArray]]:
+) -> tuple[tree.Node | tree.Leaf, dict[str, Any], dict[str, _ArrayHead]]:
     """The tree, its leaves by name, and the facts of those that are arrays."""
     try:
         body = _BODY.decode(text)
@@ -349,7 +349,7 @@ def _decode(
             values = tree_json.with_opaque(body.tree, values)
     except (*_UNREADABLE, tree_json.BadTree, tree_json.BadValue) as error:
         raise Malformed(f"a per-process value is malformed: {error}") from None
-    about = dict[str, _StoredArray]()
+    about = dict[str, _ArrayHead]()
     for name, stored in body.arrays.items():
         about[name], values[name] = _array(name, stored, data)
     if {leaf.name for leaf in tree.leaves(root)} != set(values):
@@ -376,7 +376,7 @@ def _shown(shape: tuple[int, ...], dtype: dtypes.DType, prng: str | None) -> str
     return dtypes.with_shape(str(dtype), shape) + (f" of a {prng} key" if prng else "")
 
 
-def _array(name: str, text: msgspec.Raw, data: memoryview) -> tuple[_StoredArray, Array]:
+def _array(name: str, text: msgspec.Raw, data: memoryview) -> tuple[_ArrayHead, Array]:
     """The facts of an array, and its elements, which are in the text or in the data."""
     try:
         about = _ARRAY.decode(text)

@@ -140,9 +140,11 @@ class _RoundOfMessages:
 
 
 def _moved_bytes(chunk: SharedChunk) -> Mapping[int, int]:
-    """The boxes of a chunk that processes send and receive."""
+    """The bytes of a chunk that each process sends or receives."""
     itemsize, boxes_by_process = chunk.entry.itemsize, chunk.wanted_boxes.items()
-    moved = {process: itemsize * sum(box.size for box in boxes) for process, boxes in boxes_by_process}
+    moved = {
+        process: itemsize * sum(box.size for box in boxes) for process, boxes in boxes_by_process
+    }
     moved[chunk.owner] = sum(moved.values())
     return moved
 

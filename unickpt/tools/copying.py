@@ -175,7 +175,7 @@ class VersionCopy:
 
     Arguments:
         origin: where the checkpoint is.
-        found: its version.
+        version: its version.
         reader: of it; None if it cannot be opened: then its files are copied, and checking tells.
         destination: where the copy is made.
         budget_bytes: host memory to use; at least the size of the largest file.

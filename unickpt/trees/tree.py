@@ -565,7 +565,7 @@ class Skeleton:
 
     Arguments:
         name: of the container in its tree.
-        of: its type.
+        container_type: its type.
         kind, keys, type_name: as of `Node`.
         children: their structures; None for a leaf.
     """
