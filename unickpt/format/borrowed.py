@@ -1,4 +1,4 @@
-"""Chunks that a checkpoint borrows from others beside it: which, of whom, and who borrows here.
+"""Chunks that a checkpoint borrows from siblings: which ones, from which bases, and its borrowers.
 
 Storage without hard links, such as object storage, cannot give a file to two checkpoints. There a
 checkpoint names its *bases*, and readers find the borrowed chunks in them.
@@ -31,9 +31,9 @@ MARKS = "borrowers"
 _DIGEST = re.compile("[0-9a-f]{16}")
 
 MOST_BASES = 16
-"""So many take a reader about as long to open as a large index."""
+"""Opening so many takes a reader about as long as a large index."""
 LEAST_USED = 0.5
-"""Of the bytes of a checkpoint, the share that the next one must use to keep it alive for that."""
+"""The share of a checkpoint's bytes that the next one must use to keep it alive as a base."""
 
 
 def decode(data: bytes, index: Index) -> BorrowedTable:
@@ -67,10 +67,10 @@ def name_of(location: Location) -> str:
 
 
 def sibling(location: Location, name: str) -> Location:
-    """The location of a checkpoint beside another one.
+    """The location of a sibling of a checkpoint.
 
     Raises:
-        Damaged: no folder can be beside it.
+        Damaged: it can have no siblings.
     """
     parent = location.parent
     if parent is None:
@@ -79,7 +79,7 @@ def sibling(location: Location, name: str) -> Location:
 
 
 def pinned(location: Location, base: BaseEntry, context: ts.Context) -> Database:
-    """The database of a base, as it was when chunks were borrowed from it.
+    """The database of a base, in the version from which chunks were borrowed.
 
     Arguments:
         location: of the checkpoint that borrows.
@@ -87,7 +87,7 @@ def pinned(location: Location, base: BaseEntry, context: ts.Context) -> Database
         context: for the database.
 
     Raises:
-        Damaged: it is missing, or another checkpoint is there; says what to do.
+        Damaged: it is missing, or was replaced by another checkpoint; says what to do.
         Failed: the storage failed.
     """
     base_location = sibling(location, base.name)
@@ -108,8 +108,8 @@ def pinned(location: Location, base: BaseEntry, context: ts.Context) -> Database
 
 
 def retire(location: Location, context: ts.Context) -> str | None:
-    """Makes a checkpoint one that only others see, which have borrowed from it: it is no longer
-    there, and its files stay. A process that is killed meanwhile leaves it as it was.
+    """Retires a checkpoint: only its borrowers still see it, and its files stay. If the process is
+    killed meanwhile, the checkpoint is unchanged.
 
     Returns:
         The digest of its manifest; None if there is none.
@@ -145,7 +145,7 @@ def _retired_at(digest: str) -> str:
     return f"{RETIRED}/{digest}/manifest"
 
 
-# --- who borrows ----------------------------------------------------------------------------------
+# --- borrowers ------------------------------------------------------------------------------------
 
 
 def mark(base: Location, attempt: str, borrower: str, context: ts.Context) -> None:
@@ -154,7 +154,7 @@ def mark(base: Location, attempt: str, borrower: str, context: ts.Context) -> No
     Arguments:
         base: its location.
         attempt: the attempt that made it.
-        borrower: the name of the other checkpoint's folder, beside it.
+        borrower: the name of the other checkpoint's folder, next to it.
         context: for the storage.
 
     Raises:
@@ -164,7 +164,7 @@ def mark(base: Location, attempt: str, borrower: str, context: ts.Context) -> No
 
 
 def marked(base: Location, attempt: str, context: ts.Context) -> list[str]:
-    """The names of the checkpoints that may borrow from one; they may be gone since."""
+    """The names of the checkpoints that may borrow from one; they may no longer exist."""
     if not attempt:
         return []
     # A process that is killed while it marks leaves TensorStore's lock file, which is no borrower.
@@ -177,11 +177,11 @@ def _marks(base: Location, attempt: str) -> Location:
 
 
 def names(table: BorrowedTable, spans: Mapping[str, slice], base: int) -> list[str]:
-    """The names of the arrays of which a base has something.
+    """The names of the arrays with values in a base.
 
     Arguments:
         table: of borrowed values.
-        spans: by the array's name its rows.
+        spans: the rows of each array, by name.
         base: the number of the base.
     """
     rows = table["row"][table["base"] == base]

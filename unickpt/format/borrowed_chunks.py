@@ -1,4 +1,4 @@
-"""The chunks that a checkpoint has in checkpoints beside it, its bases."""
+"""The chunks that a checkpoint has in sibling checkpoints, its bases."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from unickpt.storage.errors import Damaged, Failed, reading_failed
 
 
 class BorrowedChunks:
-    """The chunks that bases of a checkpoint have.
+    """The chunks of a checkpoint that its bases have.
 
     Arguments:
         index: of the checkpoint.
@@ -67,14 +67,14 @@ class BorrowedChunks:
             raise self._own.damaged(str(error)) from None
 
     def links(self, entry: ArrayEntry, part: Part, number: int) -> dict[int, int]:
-        """The values of a chunk that bases have: by their links, the bases' positions."""
+        """The borrowed values of a chunk: the positions of their bases, by link."""
         if not self._index.bases:
             return {}
         rows = self.rows(entry, part, range(number, number + 1))
         return dict(zip(rows["link"].tolist(), rows["base"].tolist(), strict=True))
 
     def rows(self, entry: ArrayEntry, part: Part, numbers: range) -> borrowed.BorrowedTable:
-        """The same of chunks that follow each other, as rows of the table."""
+        """The same for consecutive chunks, as rows of the table."""
         if entry.name not in self._first_rows:
             numbered = chunk_grid.numbered_parts(entry)
             self._first_rows[entry.name] = {part.key: first for first, part in numbered}
@@ -90,7 +90,7 @@ def _lost(location: object, names: Sequence[str], error: Exception) -> Checkpoin
     Arguments:
         location: of the checkpoint.
         names: the arrays that need the other one.
-        error: which it is, and what to do.
+        error: names the other one, and says what to do.
     """
     listed = ", ".join(repr(name) for name in names[:3])
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""

@@ -25,30 +25,30 @@ Numbers = np.ndarray[Any, np.dtype[np.int64]]
 
 # Parts replace one grid if the grid would need chunks smaller than wanted by this factor.
 _TOLERANCE = 4
-# Where several chunks of a process's devices fit into this, they are joined. Larger ones are saved
-# as views of a device's memory, and read straight into it: to copy them together takes longer than
-# fewer of them save (measured: benchmarks/devices.py; as `chunk_store.SMALL`).
+# Chunks of a process's devices are joined up to this size. Larger ones are saved as views of a
+# device's memory, and read straight into it: joining them by a copy takes longer than the smaller
+# number of chunks saves (measured: benchmarks/devices.py; as `chunk_store.SMALL`).
 _JOINED_BYTES = 64 << 10
-# Replicas share out chunks. An array does not tell how many others like it there are: of a hundred,
-# each replica would write this many chunks.
+# Replicas split chunks among them. An array does not show how many similar ones exist: for a
+# hundred of them, each replica would write this many chunks.
 _SHARES = 10
-# Large arrays, which may be most of the model, are cut so that the busiest replica has at most so
-# much more than the mean of each: those of which a share is at least a chunk, divided by this.
+# Large arrays, which may be most of the model, are cut so that the busiest replica has at most this
+# much more than the mean: arrays are large if an equal share is at least a chunk divided by this.
 _EVEN, _LARGE = 1.05, 4
-# Chunks do not become smaller than wanted by this factor for that. So many sizes are tried, which
+# For this, chunks become smaller than wanted by at most this factor. So many sizes are tried, which
 # may be larger than an equal share, for whole rows.
 _FINEST, _TRIES, _LEEWAY = 16, 16, 1.02
-# Of an array that is cut anyway, chunks end where the shards of so many processes will, or else of
-# fewer; whose shard ends within a chunk has to read all of it. For that, chunks become half as
-# large as wanted, not less, and not less than this: of 2 MiB, one process that transposes them
-# takes a fifth longer (measured: benchmarks/ranks.py).
+# In an array that is cut anyway, chunks end at the shard boundaries of so many processes, or else
+# of fewer; a process whose shard ends within a chunk has to read all of it. For this, chunks shrink
+# to at most half of the wanted size, and not below this size: with 2 MiB, one process that
+# transposes them takes a fifth longer (measured: benchmarks/ranks.py).
 _SHARDS, _LEAST_FOR_SHARDS = 8, 4 << 20
 WHOLE_LINK = 0
-"""Of the values of a chunk, the number of the only one of a chunk that is stored whole."""
+"""The link of the only value of a chunk that is stored whole."""
 FULL_LINK = 1
-"""That of the full chunk of a composed one; what is added to it follows."""
+"""The link of the full chunk of a composed one; those of the added values follow."""
 _FULL, _ADDED = "full", "patch"
-_MOST_KEPT = 4096  # chunks of a grid whose keys are remembered, for the next part like it
+_MOST_KEPT = 4096  # chunks of a grid whose keys are cached, for the next part like it
 
 
 @dataclass(slots=True, unsafe_hash=True)  # not frozen: there is one for each array, see `protocol`
@@ -57,7 +57,7 @@ class Part:
 
     Arguments:
         key: its name.
-        box: what it carries.
+        box: the box that it carries.
         chunk: extents of a chunk.
         grid: number of chunks along each dimension.
         count: of all chunks.
@@ -83,7 +83,7 @@ class Part:
         """The part whose key, instead of this one's, leads to some values of the chunks.
 
         Arguments:
-            link: which values: `WHOLE_LINK`, `FULL_LINK`, or what is added to that.
+            link: which values: `WHOLE_LINK`, `FULL_LINK`, or a later one for added values.
         """
         if link == WHOLE_LINK:
             return self
@@ -131,7 +131,7 @@ class Part:
             yield sum(i * s for i, s in zip(indices, strides, strict=True))
 
     def runs_in(self, box: Box) -> Iterator[range]:
-        """As `chunks_in`; of numbers that follow each other, all at once."""
+        """As `chunks_in`; consecutive numbers as one range."""
         if box == self.box:
             yield range(self.count)
             return
@@ -145,7 +145,7 @@ class Part:
             yield run
 
     def sizes(self) -> Numbers:
-        """How many elements each chunk has, by its number; not to be written to."""
+        """The number of elements of each chunk, by its number; read-only."""
         return _sizes(self.box.shape, self.chunk)
 
 
@@ -276,7 +276,7 @@ def chunk_grid(
     Arguments:
         shape: global shape.
         itemsize: bytes per element.
-        layout: how the array is split; boundaries of what processes hold must lie between chunks.
+        layout: how the array is split; its boundaries must lie between chunks.
         chunk_bytes: target size of a chunk in bytes.
         chunk_shape: target extents instead; upper bounds, lowered to divide these boundaries.
         single: a dimension along which every chunk has one element.
@@ -301,12 +301,12 @@ def chunk_grid(
 def _for_replicas(
     target: _Target, pieces: Sequence[Intervals], process_pieces: Sequence[Intervals], replicas: int
 ) -> _AxisCuts:
-    """A grid whose chunks can be shared out evenly to the processes that hold the same box.
+    """A grid whose chunks can be split evenly among the processes that hold the same box.
 
     Arguments:
         target: of the grid.
         pieces: the intervals between which it has lines.
-        process_pieces: the intervals of what a process holds.
+        process_pieces: the intervals that a process holds.
         replicas: how many processes hold the same.
     """
     extents = [max((b - a for a, b in intervals), default=0) for intervals in process_pieces]
@@ -345,7 +345,7 @@ def _near_divisor(unit: int, want: int) -> int:
     return best
 
 
-@lru_cache(maxsize=4096)  # a save asks several times for the parts of each array
+@lru_cache(maxsize=4096)  # a save needs the parts of each array several times
 def _whole(key: str, shape: tuple[int, ...], chunk: tuple[int, ...]) -> Part:
     return Part.covering(key, Box.whole(shape), chunk)
 
@@ -383,7 +383,7 @@ def parts_of(entry: ArrayEntry, boxes: Iterable[Box]) -> list[Part]:
 
     Arguments:
         entry: the array.
-        boxes: what this process holds of it.
+        boxes: the boxes that this process holds.
     """
     return [box_part(entry, box) for box in boxes] if entry.boxes == () else parts(entry)
 
@@ -429,7 +429,7 @@ def _count_along(entry: ArrayEntry, dim: int) -> int:
 
 
 def _split(lengths: Counter[int], pieces: int) -> Counter[int]:
-    """How often each length occurs after every interval is cut into pieces, as layouts do."""
+    """The count of each length after every interval is cut into pieces as by layouts."""
     out: Counter[int] = Counter()
     for length, times in lengths.items():
         step = -(-length // pieces)
@@ -440,7 +440,7 @@ def _split(lengths: Counter[int], pieces: int) -> Counter[int]:
 
 
 def total_chunks(arrays: Mapping[str, ArrayEntry]) -> int:
-    """Number of chunks of all arrays, which is that of the rows of the digest table."""
+    """The number of chunks of all arrays, and so of rows of the digest table."""
     return sum(map(chunk_count, arrays.values()))
 
 
@@ -470,5 +470,5 @@ def chunk_keys(part: Part, numbers: range) -> list[str]:
 
 @lru_cache(maxsize=64)
 def _ends(grid: tuple[int, ...]) -> list[str]:
-    """How the keys of the chunks of a grid end, by the chunks' numbers."""
+    """The ends of the keys of a grid's chunks, by the chunks' numbers."""
     return ["/".join(["c", *map(str, indices)]) for indices in itertools.product(*map(range, grid))]

@@ -1,4 +1,4 @@
-"""The chunks of a database: how each is read and verified."""
+"""Reads and verifies the chunks of a database."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ SMALL = 64 << 10
 BELIEVED = 16 << 20
 # No codec of `codecs.ZARR_CODECS` compresses by more than this factor.
 _MOST_PER_BYTE = 1 << 16
-# Only the index says how much memory a compressed chunk takes, so that is bounded.
+# Only the index states how much memory a compressed chunk takes, so that is bounded.
 COMPRESSED_MOST = 1 << 30
 
 
@@ -101,12 +101,12 @@ class ChunkStore:
         ]
 
     def _read_as_stored(self, requests: Sequence[Request]) -> dict[int, int | None]:
-        """Reads chunks that are stored just as they lie in memory, as far as possible.
+        """Reads those chunks that are stored exactly as they lie in memory.
 
         Returns:
-            By the positions of those that were read, their digests; None of those that need none.
+            The digests of the chunks that were read, by position; None if none is needed.
         """
-        # Of 100,000 small arrays, what is done here for each takes as long as reading them.
+        # For 100,000 small arrays, the work here for each takes as long as reading them.
         positions, keys, lengths = list[int](), list[str](), list[int]()
         hashers: dict[int, xxhash.xxh3_64] = {}
         for position, (entry, part, number, out, expected, _) in enumerate(requests):
@@ -120,7 +120,7 @@ class ChunkStore:
             positions.append(position)
             keys.append(chunk_key(part, number))
             lengths.append(nbytes)
-            # While the cache has it; what is small stays there until all are read.
+            # While the CPU's cache has it; small chunks stay there until all are read.
             if expected is not None and nbytes > SMALL:
                 hashers[position] = xxhash.xxh3_64()
         if not positions:
@@ -135,7 +135,7 @@ class ChunkStore:
             if is_done and position in hashers:
                 digests[position] = hashers[position].intdigest()
             elif is_done:
-                hashed = requests[position].digest is not None  # as `digest`, of what is contiguous
+                hashed = requests[position].digest is not None  # as `digest`, for contiguous memory
                 digests[position] = xxhash.xxh3_64_intdigest(out) if hashed else None
         return digests
 
@@ -153,8 +153,8 @@ class ChunkStore:
         """Reads a chunk.
 
         Arguments:
-            request: which.
-            values: what `_request` gave.
+            request: the chunk.
+            values: the result of `_request`.
 
         Returns:
             Its digest; None if that is not needed.
@@ -222,7 +222,7 @@ class ChunkStore:
             return True
         if not self._is_local and out.nbytes > SMALL:
             return False
-        value = self.values.read(key, length)  # which says why it was not
+        value = self.values.read(key, length)  # raises the reason
         if value is None:
             raise Damaged(f"no bytes stored, {length} expected")
         bytes_of(out).data[:] = value[: out.nbytes]
@@ -234,7 +234,7 @@ class ChunkStore:
         """The stored bytes of a chunk of an array whose codec is none of Zarr's.
 
         Raises:
-            Failed: they are missing, not as many as the codec says, or cannot be read.
+            Failed: they are missing, not as many as the codec states, or cannot be read.
         """
         decoder = codec_of(entry)
         assert decoder is not None, "TensorStore reads the others"
@@ -254,7 +254,7 @@ class ChunkStore:
 
         Arguments:
             key: of the database.
-            length: the number of bytes it must have, if the index says.
+            length: the number of bytes it must have, if the index states it.
 
         Raises:
             CheckpointCorrupt: it is missing, unreadable or has a different length.
@@ -270,7 +270,7 @@ class ChunkStore:
     def read_range(
         self, key: str, start: int, length: int, *, may_be_sparse: bool = False
     ) -> bytes:
-        """Some bytes of one key, of which zeros may be holes of a file. Raises as `read_key`."""
+        """Some bytes of one key; zeros may be holes of a file. Raises as `read_key`."""
         with self.naming_key(key):
             return self.values.read_range(key, start, length, may_be_sparse=may_be_sparse)
 
@@ -294,12 +294,11 @@ class ChunkStore:
         return reading(f"array {entry.name!r}", self.explained)
 
     def explained(self, error: Failed, what: str) -> Exception:
-        """What to raise for a failure to read something: damage, the storage's fault, or another's
-        save."""
+        """The error to raise for a failed read: damage, a storage failure, or another save."""
         return unless_replaced(reading_failed(error, f"{self.location}: {what}"), self.database)
 
     def damaged(self, reason: str) -> Exception:
-        """The error for bad stored data: damage, or another's save."""
+        """The error for bad stored data: damage, or another job's save."""
         return unless_replaced(CheckpointCorrupt(f"{self.location}: {reason}"), self.database)
 
     def check_backed(self, entry: ArrayEntry, part: Part, number: int) -> None:
@@ -310,7 +309,7 @@ class ChunkStore:
 
         Arguments:
             entry: the array.
-            part: the part, or where full chunks of it are (`chains`).
+            part: the part, or the one that holds its full chunks (`chains`).
             number: of a chunk that is stored there.
 
         Raises:

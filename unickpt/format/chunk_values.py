@@ -1,9 +1,9 @@
 """The stored values of chunks: one of a whole chunk, several of a composed one.
 
-A composed chunk is a *full chunk*, an earlier state of it, and what is added to that, one after the
-other (docs/format.md, patches). Each is a value of its own, which this checkpoint has, or one
-beside it, its *base*. They have keys of their own, so that no reader takes the full chunk, which is
-old, for the chunk.
+A composed chunk consists of a *full chunk*, which is an earlier state of it, and the values added
+to that, in order (docs/format.md, patches). Each is a separate value in this checkpoint or in a
+sibling, its *base*. They have separate keys, so that no reader mistakes the old full chunk for the
+chunk.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class Value:
     """A value of a chunk.
 
     Arguments:
-        store: which has it.
-        part: whose key leads to it there.
+        store: the store that has it.
+        part: the part whose key leads to it there.
         base: the position of its base in the index; None if it is in this checkpoint.
     """
 
@@ -53,14 +53,14 @@ class Value:
 
 
 class Additions(Protocol):
-    """What a door of the group `values` leads to, by the name of the feature in the index."""
+    """The target of a door of the group `values`, by the name of the feature in the index."""
 
     def apply(self, added: bytes, data: Array) -> None:
-        """Makes an earlier state of a chunk the next one.
+        """Turns an earlier state of a chunk into the next one.
 
         Arguments:
             added: the value, untrusted.
-            data: elements of the chunk, or what its codec stores; changed in place.
+            data: elements of the chunk, or the bytes that its codec stores; changed in place.
 
         Raises:
             NotDecodable: the value does not fit.
@@ -72,7 +72,7 @@ class ChunkValues:
 
     Arguments:
         store: the checkpoint's database.
-        borrowed: what its bases have.
+        borrowed: the values in its bases.
     """
 
     def __init__(self, store: ChunkStore, borrowed: BorrowedChunks) -> None:
@@ -192,7 +192,7 @@ class ChunkValues:
         """Reads a patched chunk, into the memory of the request.
 
         Arguments:
-            request: which; whether it has a digest says whether one is needed.
+            request: the chunk; the digest is computed only if the request has one.
             chain: from `chain`.
 
         Returns:
@@ -226,7 +226,7 @@ class ChunkValues:
     def _rebuilt(
         self, entry: ArrayEntry, part: Part, number: int, chain: Sequence[Value], out: Array
     ) -> Array:
-        """A full chunk with what is added to it; in `out`, or what its codec stores."""
+        """A full chunk with its added values; in `out`, or as the bytes that its codec stores."""
         data = read_full(entry, number, chain, out)
         if len(chain) > 1:
             door = doors.find("values", PATCHES)
@@ -244,7 +244,7 @@ class ChunkValues:
     def additions(
         self, entry: ArrayEntry, part: Part, number: int, chain: Sequence[Value]
     ) -> list[bytes]:
-        """What is added to a full chunk; all are requested before the first one is awaited.
+        """The values added to a full chunk; all are requested before the first one is awaited.
 
         Raises:
             Failed: it is missing, or damaged.
@@ -271,7 +271,7 @@ class ChunkValues:
 
 
 def read_full(entry: ArrayEntry, number: int, chain: Sequence[Value], out: Array) -> Array:
-    """Reads the full chunk; returns its elements in `out`, or what its codec stores."""
+    """Reads the full chunk; returns its elements in `out`, or the bytes that its codec stores."""
     store, part = chain[0].store, chain[0].part
     try:
         if entry.codec is None:
@@ -287,7 +287,7 @@ def read_full(entry: ArrayEntry, number: int, chain: Sequence[Value], out: Array
 
 
 def _base_note(value: Value) -> str:
-    """Whose a value is, and what to do without it, for messages."""
+    """The owner of a value, and what to do without it, for messages."""
     if value.base is None:
         return ""
     return f", of a chain of patches, which {value.store.location} should have; {_WAY_OUT}"

@@ -1,4 +1,4 @@
-"""Codecs: a chunk -> the bytes that are stored of it, and back; the Zarr metadata that says how."""
+"""Codecs: a chunk -> its stored bytes, and back; and the Zarr metadata for that."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from unickpt.storage.kvstore import asking
 
 Codecs = Sequence[Mapping[str, Any]]
 AUTO = "auto"
-"""The compression with which each array has a codec only if that pays."""
+"""The compression that gives an array a codec only if that saves space."""
 PATCHED = "unickpt.patched"
 """The last codec that `zarr.json` of an array with patches names."""
 
@@ -43,7 +43,7 @@ def encoding_for(compression: str) -> Encoding:
 
 
 def common_codec(compression: str | None) -> str | None:
-    """The codec that all arrays of a save have; None if they have none, or each its own."""
+    """The codec of all arrays of a save; None if they have none, or each its own."""
     return None if compression == AUTO else compression
 
 
@@ -118,7 +118,7 @@ class Encoded(NamedTuple):
     Arguments:
         value: its bytes, in parts.
         digest: of the chunk; None if that is the digest of the bytes.
-        note: what the array's codec says about it (`codecs.Extra`).
+        note: the codec's note about it (`codecs.Extra`).
     """
 
     value: tuple[memoryview, ...]
@@ -152,8 +152,7 @@ def digest(chunk: Array) -> int:
 
 
 def digest_as_stored(entry: ArrayEntry, chunk: Array) -> int:
-    """The digest of a chunk of an array; with a codec that is none of Zarr's, of the bytes that
-    are stored.
+    """The digest of a chunk of an array; with a codec that is none of Zarr's, of the stored bytes.
 
     Raises:
         UnsupportedLeaf: its codec cannot store it.
@@ -163,22 +162,22 @@ def digest_as_stored(entry: ArrayEntry, chunk: Array) -> int:
 
 
 def nbytes_as_stored(entry: ArrayEntry, shape: Sequence[int]) -> int:
-    """The bytes that are stored of a chunk; before compression, or where its codec does not tell,
-    the bytes of its elements."""
+    """The stored bytes of a chunk; before compression, or if its codec does not state them, the
+    bytes of its elements."""
     codec = codec_of(entry)
     nbytes = None if codec is None else codec.stored_bytes(entry, shape)
     return math.prod(shape) * entry.itemsize if nbytes is None else nbytes
 
 
 def is_of_fixed_size(entry: ArrayEntry) -> bool:
-    """Whether the bytes that patches change have the same number whatever the elements are."""
+    """Whether the number of bytes that patches change is the same for all elements."""
     codec = codec_of(entry)
     return codec is None or codec.stored_bytes(entry, entry.chunk) is not None
 
 
 def raw(part: Part, chunk: Array) -> tuple[memoryview, ...]:
-    """A chunk as Zarr stores it without compression: its elements, and what fills it up, because
-    one at the end of a part is stored as long as the others."""
+    """A chunk as Zarr stores it without compression: its elements, and padding, because a chunk at
+    the end of a part is stored as long as the others."""
     elements = bytes_of(chunk).data
     if chunk.shape == part.chunk:
         return (elements,)
@@ -203,7 +202,7 @@ def bytes_of(chunk: Array) -> Array:
 
 
 def compressed(entry: ArrayEntry, part: Part, chunk: Array) -> memoryview:
-    """A chunk as Zarr stores it: TensorStore writes it into memory, from where it is taken.
+    """A chunk as Zarr stores it: TensorStore writes it into memory.
 
     Arguments:
         entry: the array.

@@ -1,4 +1,4 @@
-"""The seam for codecs: what stores the chunks of an array otherwise than as they are.
+"""The interface for codecs, which encode the chunks of an array.
 
 Zarr's own codecs (`ZARR_CODECS`) are read and written by TensorStore. All others have a name,
 by which an entry point (`unickpt.codecs`) or `register` finds them; the index names them among its
@@ -40,7 +40,7 @@ class StoredChunk(NamedTuple):
 
     Arguments:
         data: its bytes.
-        note: what the index says about the array (`Extra`), of this chunk; None for nothing, and
+        note: this chunk's part of the index's note about the array (`Extra`); None for none, and
             ignored if the codec is Zarr's.
     """
 
@@ -49,15 +49,15 @@ class StoredChunk(NamedTuple):
 
 
 class Codec(Protocol):
-    """How chunks of arrays are stored; as an item of `SaveOptions.features` also of which arrays.
+    """Stores chunks of arrays; as an item of `SaveOptions.features` it also chooses the arrays.
 
-    Several threads call it at once. A codec that is not Zarr's fulfils `Extra`, too. Of such a one,
-    all methods but `configure` are called on what its entry point leads to, so that the settings
-    hold all they need.
+    Several threads call it at once. A codec that is not Zarr's fulfils `Extra`, too. For such a
+    codec, all methods but `configure` are called on the target of its entry point, so the settings
+    must hold all that they need.
     """
 
     name: str
-    """Of its entry point; the index and messages name it so."""
+    """The name of its entry point, also in the index and in messages."""
 
     def configure(self, entry: ArrayEntry) -> Mapping[str, Any] | None:
         """The settings with which a save stores an array; None to leave the array to other codecs.
@@ -70,11 +70,11 @@ class Codec(Protocol):
         """
 
     def encode(self, entry: ArrayEntry, chunk: Array) -> StoredChunk:
-        """The bytes that are stored of a chunk.
+        """The stored bytes of a chunk.
 
         Arguments:
             entry: the array; its settings are `entry.settings`.
-            chunk: its elements, in the array's dtype; if `zarr_codec` gives one, filled up to the
+            chunk: its elements, in the array's dtype; if `zarr_codec` gives one, padded to the
                 array's chunk shape, as Zarr requires.
 
         Raises:
@@ -86,15 +86,15 @@ class Codec(Protocol):
 
         Arguments:
             entry: the array.
-            data: the stored bytes, as uint8; as many as `stored_bytes` says, else untrusted.
+            data: the stored bytes, as uint8; of the length by `stored_bytes`, else untrusted.
             out: contiguous memory of the chunk's shape, in the array's dtype.
 
         Raises:
-            NotDecodable: the bytes are not what `encode` makes.
+            NotDecodable: the bytes are no output of `encode`.
         """
 
     def stored_bytes(self, entry: ArrayEntry, shape: Sequence[int]) -> int | None:
-        """How many bytes are stored of a chunk; None if that depends on its elements."""
+        """The number of stored bytes of a chunk; None if that depends on its elements."""
 
     def zarr_codec(self, settings: Mapping[str, Any]) -> Mapping[str, Any] | None:
         """The codec of Zarr, as `zarr.json` has it, that stores the same bytes; None if there is
@@ -102,17 +102,17 @@ class Codec(Protocol):
 
 
 class Extra(Protocol):
-    """What the index says about an array on behalf of a feature."""
+    """A feature's note about an array in the index."""
 
     def merge(self, notes: Sequence[Any]) -> Any:
-        """The note about all chunks, from notes about some of them, of any process; without notes,
+        """The note about all chunks, from any processes' notes about some of them; without notes,
         that of an array without elements. Pure."""
 
     def validate(self, entry: ArrayEntry, note: Any) -> None:
         """Checks the settings and the note of an array that is being read; both are untrusted.
 
         Raises:
-            ValueError: they are not what this feature writes.
+            ValueError: this feature cannot have written them.
         """
 
     def facts(self, entry: ArrayEntry) -> Mapping[str, Any]:
@@ -120,7 +120,7 @@ class Extra(Protocol):
 
 
 class CodecWithExtra(Codec, Extra, Protocol):
-    """What an entry point of the group `unickpt.codecs` leads to."""
+    """The target of an entry point of the group `unickpt.codecs`."""
 
 
 _registered: dict[str, CodecWithExtra] = {}
@@ -153,7 +153,7 @@ def find(name: str) -> CodecWithExtra | None:
     codec = _registered.get(name) or _imported.get(name)
     if codec is None and (door := doors.find("codecs", name)) is not None:
         codec = cast(CodecWithExtra, door.open())
-        if codec.name != name:  # the index would name one, and its entries the other
+        if codec.name != name:  # the index and its entries would have different names
             raise PluginError(f"{door} calls itself {quoted(codec.name)}. Mend the package")
         _imported[name] = codec
     return codec
@@ -163,7 +163,8 @@ def configure(entry: ArrayEntry, features: Iterable[object]) -> Codec | None:
     """Gives an array of a save the codec that the first of some features chooses, if any does.
 
     Returns:
-        What encodes its chunks, if they are stored in a codec of Zarr's, whose name the index has.
+        The encoder of its chunks, if they are stored in a codec of Zarr's, whose name the index
+        has.
 
     Raises:
         ValueError: the array cannot be stored as requested, or nothing could read it.
@@ -196,7 +197,7 @@ def encode(codec: Codec, entry: ArrayEntry, chunk: Array) -> StoredChunk:
     """The chunk as a codec stores it.
 
     Raises:
-        UnsupportedLeaf: the codec failed, or made what it could not decode; names the array.
+        UnsupportedLeaf: the codec failed, or could not decode its own output; names the array.
     """
     where = f"array {entry.name!r} ({entry.dtype_and_shape}): the codec {quoted(codec.name)}"
     try:
@@ -220,7 +221,7 @@ def encode(codec: Codec, entry: ArrayEntry, chunk: Array) -> StoredChunk:
 
 
 def decode(entry: ArrayEntry, data: Array, out: Array) -> None:
-    """Decodes a chunk of an array whose codec is none of Zarr's; arguments as of `Codec.decode`.
+    """Decodes a chunk of an array whose codec is none of Zarr's; arguments as for `Codec.decode`.
 
     Raises:
         NotDecodable: the codec refused the bytes, or failed.
@@ -247,7 +248,7 @@ def codec_of(entry: ArrayEntry) -> CodecWithExtra | None:
     """The codec of an array; None if it is stored as it is, or by one of Zarr's codecs.
 
     Raises:
-        UnsupportedFormat: there is none of the name that the index says.
+        UnsupportedFormat: there is none of the name in the index.
     """
     name = entry.codec
     if name is None:
@@ -281,7 +282,7 @@ def from_json(item: Any) -> Encoding:
 
 
 def as_codecs(encoding: Encoding) -> tuple[dict[str, Any], ...]:
-    """An encoding as Zarr and the index have it."""
+    """An encoding as Zarr and the index store it."""
     return tuple({"name": name, "configuration": dict(settings)} for name, settings in encoding)
 
 

@@ -20,10 +20,10 @@ class Range:
 
     Arguments:
         file: its name.
-        begin, end: where they are.
-        crc: of all; of what lies before `begin`, too, if that was read already.
-        before: the CRC-32 of what lies before.
-        name: what they are, for messages.
+        begin, end: their place.
+        crc: of all; includes the bytes before `begin`, if those were already read.
+        before: the CRC-32 of the bytes before.
+        name: their name in messages.
     """
 
     file: str
@@ -79,7 +79,7 @@ class Parts:
 
     def differs(self, offset: int, data: memoryview) -> bool:
         """Takes bytes of the file that may belong to the range; returns whether this completes the
-        range, and it is another one than was written."""
+        range and its CRC-32 is wrong."""
         with self._lock:
             claimed = self._claim(offset, offset + len(data))
         return any(
@@ -88,12 +88,12 @@ class Parts:
         )
 
     def _claim(self, low: int, high: int) -> list[tuple[int, int, int, int]]:
-        """The gaps within some bytes, which are none from now on; with each the beginning and the
-        CRC-32 of what was read before it."""
+        """Takes the gaps within some bytes, which count as read from now on; each with the start
+        and the CRC-32 of the bytes read before it."""
         first = bisect.bisect_right(self.gaps, low, key=lambda gap: gap[1])
         splits = any(a < low and high < b for a, b in self.gaps[first : first + 1])
         if splits and len(self.gaps) >= _MOST_GAPS:
-            return []  # read in too many parts: memory is worth more
+            return []  # read in too many parts: not worth the memory
         claimed, left, stop = [], list[tuple[int, int]](), first
         while stop < len(self.gaps) and self.gaps[stop][0] < high:
             begin, end = self.gaps[stop]

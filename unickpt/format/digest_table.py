@@ -14,7 +14,7 @@ DTYPE = np.dtype([("digest", "<u8"), ("process", "<u4")])
 Table = np.ndarray[Any, Any]
 Numbers = np.ndarray[Any, np.dtype[np.int64]]
 BLOCK_ROWS = 1 << 14
-"""Rows of a block: 196 KB, about as much as a node of the B-tree. Of a table of one block, its own
+"""Rows of a block: 196 KB, about as much as a node of the B-tree. For a table of one block, its own
 digest is enough."""
 
 

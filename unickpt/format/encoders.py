@@ -1,4 +1,4 @@
-"""The seam for codecs that are chosen while a save writes, by what its chunks hold."""
+"""The interface for codecs that are chosen during a save, by the content of its chunks."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from unickpt.format.index import ArrayEntry, Encoding, Index
 
 Column = np.ndarray[Any, Any]
 Settled = tuple[Encoding | None, Column]
-"""How an array is stored, and how many bytes at the start of each of its chunks are no part of
-it."""
+"""The codec of an array, and the number of bytes at the start of each of its chunks that do not
+belong to it."""
 
 
 class SaveEncoder(Protocol):
     """Encodes the chunks of one save in one process. Several threads call `encode`."""
 
     saved_bytes: int
-    """By how much what was written became smaller."""
+    """The number of bytes saved."""
 
     def is_undecided(self, entry: ArrayEntry) -> bool:
         """Whether an array of the save may have the codec in its entry, or none."""
 
     def follow(self, before: Index | None) -> None:
-        """Goes on with what a base chose, whose chunks may become chunks of this save.
+        """Continues with the choices of a base, whose chunks may become chunks of this save.
 
         Arguments:
             before: its index; None if it cannot be read here, though perhaps by other processes.
@@ -44,10 +44,10 @@ class SaveEncoder(Protocol):
         """
 
     def encode(self, number: int, entry: ArrayEntry, part: Part, chunk: Array) -> Encoded:
-        """A chunk as it is stored. Arguments as of `look`, and the part of the array."""
+        """A chunk as it is stored. Arguments as for `look`, and the part of the array."""
 
     def note(self, entries: Sequence[ArrayEntry]) -> Any:
-        """What process 0 needs to know of this process to settle how arrays are stored.
+        """The facts about this process from which process 0 decides how arrays are stored.
 
         Arguments:
             entries: all arrays of this process, in their order.
@@ -55,14 +55,14 @@ class SaveEncoder(Protocol):
 
 
 class EncodingPolicy(Protocol):
-    """Chooses by what is saved how arrays are stored; what a door of the group `encodings` leads to
-    makes one for a save, by the name that `SaveOptions.compression` has."""
+    """Chooses how arrays are stored from what is saved. The target of a door of the group
+    `encodings` makes one for a save; its name is the value of `SaveOptions.compression`."""
 
     name: str
-    """By which records have its notes."""
+    """The name of its notes in records."""
 
     def encoding(self, dtype: str, nbytes: int, chunk_bytes: int) -> Encoding | None:
-        """The codec that an array may have; None to store it as it is.
+        """The codec that an array may have; None to store it unencoded.
 
         Arguments:
             dtype: of the array.
@@ -83,12 +83,12 @@ class EncodingPolicy(Protocol):
         stored: Callable[[str], tuple[Column, Column]],
         notes: Sequence[tuple[Sequence[str], Any]],
     ) -> Mapping[str, Settled]:
-        """How undecided arrays are stored whose codec is not that in the entry. Pure.
+        """The codec of each undecided array for which it differs from that in its entry. Pure.
 
         Arguments:
             arrays: of all processes.
-            stored: for an array, how many bytes are stored of each chunk, and which chunks another
-                checkpoint has.
+            stored: for an array, the number of stored bytes of each chunk, and the chunks that
+                another checkpoint has.
             notes: of each process the arrays that it has, and `SaveEncoder.note`.
 
         Raises:

@@ -1,6 +1,6 @@
-"""Arrays that lie in files without chunks: each box of an array consists of ranges of files.
+"""Arrays in files without chunks: each box of an array consists of ranges of files.
 
-Most formats of other systems are of this kind; their readers only find out which box is where.
+Most formats of other systems are of this kind; their readers only find the place of each box.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from unickpt.storage.errors import Failed, reading, reading_failed
 from unickpt.trees import tree, tree_json
 
 CHUNK_BYTES = 16 << 20
-"""What one thread reads at a time: of a chunk only what is needed is read, so that small chunks
+"""The bytes that a thread reads at a time: only the needed part of a chunk is read, so small chunks
 would only cost planning."""
 WHOLE = 1 << 62
-"""As the most bytes of a chunk: each box can only be read as a whole."""
+"""The value of `most` for boxes that can only be read as a whole."""
 # A range with this many times the bytes of a chunk is read as a whole; beyond it, in pieces.
 _WASTE = 4
-# Memory for what is read to be put in another order.
+# Memory for elements that are read in order to be reordered.
 _SPAN_BYTES = 16 << 20
-# Neighbours that are nearer in the file are read with what lies between them: a request costs more.
+# Nearer neighbours in the file are read with the gap between them: a request costs more.
 _NEAR = 64 << 10
-# Strides can repeat elements. What an array takes in memory may exceed its bytes in the files by
-# this factor, or be this large.
+# Strides can repeat elements. The memory of an array may exceed its bytes in the files by this
+# factor, or be this large.
 _MOST_REPEATED, _SMALL = 1000, 64 << 20
 
 
@@ -67,7 +67,7 @@ class Elements(Protocol):
         """
 
     def ranges(self, first: int, count: int, itemsize: int) -> Iterator[ByteRange]:
-        """Where consecutive elements are.
+        """The place of consecutive elements.
 
         Arguments:
             first: the number of the first element.
@@ -78,7 +78,7 @@ class Elements(Protocol):
 
 @dataclass(frozen=True)
 class FileRange:
-    """Elements that follow each other in a file.
+    """Consecutive elements in a file.
 
     Arguments:
         file: below the checkpoint's location.
@@ -102,7 +102,7 @@ class FileRange:
 
 @dataclass(frozen=True)
 class FileBox:
-    """Where the elements of a box of an array are.
+    """The place of the elements of a box of an array.
 
     Arguments:
         box: in the array's coordinates.
@@ -123,7 +123,7 @@ class FileBox:
         return row_major(self.box.shape) if self.strides is None else self.strides
 
     def ranges(self, itemsize: int) -> Iterator[ByteRange]:
-        """Where its elements are, from the lowest to the highest."""
+        """The range of its elements, from the lowest to the highest."""
         if not self.box.size:
             return iter(())
         low, high = _span(self.box.shape, self.steps)
@@ -184,7 +184,7 @@ class RangeReader(Reader):
     Arguments:
         files: of the checkpoint.
         index: the arrays, with entries of `whole` or `of_boxes`.
-        boxes: by the name of the array, where its boxes are; in the order of the entry's.
+        boxes: the places of an array's boxes by its name, in the order of the entry's boxes.
     """
 
     version, has_wide_checksums = "", True
@@ -254,7 +254,7 @@ class RangeReader(Reader):
         ]
 
     def stored_bytes(self) -> int | None:
-        """The bytes in which the boxes are, each once; with arrays that are stored otherwise, all
+        """The bytes that hold the boxes, each once; for arrays that are stored another way, all
         files that could hold them."""
         with reading(self.location):
             other_bytes = self._files.total({*self._files.here, *self._files.heads})
@@ -270,7 +270,7 @@ class RangeReader(Reader):
             if file not in self._sizes:  # once: reading finds out if a file is shorter by then
                 self._sizes[file] = self._files.size(file)
             size = self._sizes[file]
-            if size is None:  # the storage does not tell it
+            if size is None:  # the storage does not report it
                 self._files.read(file, end - 1, 1)
         return size is None or end <= size
 
@@ -290,7 +290,7 @@ class RangeReader(Reader):
 
 
 def _joint_length(ranges: Iterable[tuple[str, int, int]]) -> int:
-    """The bytes of ranges of files, those that several have once."""
+    """The bytes of ranges of files; shared bytes count once."""
     total, last, done = 0, "", 0
     for file, begin, end in sorted(ranges):
         begin = max(begin, done) if file == last else begin
@@ -358,12 +358,12 @@ def _span(shape: Sequence[int], steps: Sequence[int]) -> tuple[int, int]:
     return sum(min(0, end) for end in ends), sum(max(0, end) for end in ends)
 
 
-# --- what headers say, as a table -----------------------------------------------------------------
+# --- contents of headers, as a table --------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class TensorSource:
-    """A tensor in files: all of one, or a part of it that lies together.
+    """A tensor in files: a whole one, or a contiguous part.
 
     Arguments:
         dtype: the checkpoint's name of its dtype.

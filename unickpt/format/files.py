@@ -27,7 +27,7 @@ _AT_ONCE = 16 << 20
 
 
 class Files:
-    """The files below a location, or the one that it is. Its methods are called from several
+    """The files below a location, or the single file at it. Its methods are called from several
     threads.
 
     Only regular files are opened, and only in the location: symbolic links are followed as
@@ -35,21 +35,21 @@ class Files:
 
     Arguments:
         location: the folder; or the file, if it is one.
-        is_file: whether the location is a file. It is then the only one that is listed; others in
-            its folder can be read, such as those that it names.
+        is_file: whether the location is a file. Only that file is listed then; others in its folder
+            can be read, such as those that it names.
     """
 
     def __init__(self, location: Location, is_file: bool = False) -> None:
         self.location = location
         above, _, name = location.path.rstrip("/").rpartition("/")
         self.single = name if is_file else None
-        """The name of the file that the location is; None for a folder."""
+        """The name of the file at the location; None for a folder."""
         self._local: RegularFiles | None = None
         if location.is_local:  # the file that the user gave may be a link to anywhere
             folder = f"{above}/" if is_file else location.path
             self._local = RegularFiles(folder, self.single)
         self.heads: dict[str, bytes] = {}
-        """What `head` has returned, by file."""
+        """Cached results of `head`, by file."""
         self.summed = ChecksummedRanges()
         """The ranges of the files that have a checksum; the parser of a file adds them."""
 
@@ -141,16 +141,16 @@ class Files:
         return self.heads[file]
 
     def size(self, file: str) -> int | None:
-        """The size of a file in bytes; None if the storage does not tell it.
+        """The size of a file in bytes; None if the storage does not report it.
 
         Raises:
-            Damaged: it is missing, which its `errno` says, or no regular file.
+            Damaged: it is missing, as its `errno` shows, or no regular file.
             Failed: the storage failed.
         """
         return None if self._local is None else self._local.size(file)
 
     def total(self, names: Iterable[str]) -> int | None:
-        """The bytes of files together, without what is no file; None if the storage does not tell.
+        """The bytes of all given files together; None if the storage does not report them.
 
         Raises:
             Failed: the storage failed.
@@ -182,7 +182,7 @@ class Files:
         return bytes(out)
 
     def whole(self, file: str) -> bytes:
-        """All bytes of a file, whose size the storage may not tell. Raises as `read`."""
+        """All bytes of a file, even if the storage does not report its size. Raises as `read`."""
         size = self.size(file)
         return self._fetch(file, slice(None)) if size is None else self.read(file, 0, size)
 
@@ -195,7 +195,7 @@ class Files:
         return self.damaged(f"{reason}; was the folder copied as a whole?")
 
     def unsupported(self, reason: str) -> UnsupportedFormat:
-        """The error for what is not read."""
+        """The error for content that is not read."""
         return UnsupportedFormat(f"{self.location}: {reason}")
 
     def text(self, file: str) -> str:
@@ -238,8 +238,8 @@ class Files:
 
 
 class CheckedFiles(Files):
-    """Files, for one piece of work; each range that has a checksum is compared with it as soon as
-    all of it has been read.
+    """Files, for one piece of work; compares each range that has a checksum as soon as all of it
+    has been read.
 
     Arguments:
         files: the others.
@@ -306,5 +306,5 @@ class CheckedFiles(Files):
 def _is_folder(entry: os.DirEntry[str]) -> bool:
     try:
         return entry.is_dir()
-    except OSError:  # a link that leads to itself, or where this user may not look
+    except OSError:  # a link to itself, or to a place that this user may not access
         return False

@@ -1,4 +1,4 @@
-"""The registry of other systems' formats; each is asked whether a location holds it."""
+"""The registry of other systems' formats; each is tried on a location."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ class Format(Protocol):
     """A format of checkpoints."""
 
     HINTS: Collection[str]
-    """The names of the hints that it takes: facts that its files do not tell."""
+    """The names of the hints that it takes: facts that its files do not contain."""
 
     def open(self, files: Files, hints: Mapping[str, Any]) -> Reader | None:
-        """Opens the checkpoint that some files are; None if there is none of this format.
+        """Opens the checkpoint that the files form; None if there is none of this format.
 
         Arguments:
-            files: those at the location, or the one that it is; listed once for all formats.
-            hints: what the user says of the checkpoint; empty, or some of `HINTS`.
+            files: the files at the location, or the single file; listed once for all formats.
+            hints: the user's facts about the checkpoint; empty, or some of `HINTS`.
 
         Raises:
             CheckpointCorrupt: there is one, and it is damaged.
@@ -68,8 +68,8 @@ def unregister(format: Format) -> None:
 
 
 def format_named(name: str) -> Any:
-    """What the door of a format leads to, of unickpt or of another package: for a trainer's
-    integration, which stores what that trainer's own files hold and needs what else is there.
+    """The target of a format's door, of unickpt or of another package. For a trainer's integration,
+    which stores the content of the trainer's own files and needs the format's other functions.
 
     Arguments:
         name: of its entry point, such as "deepspeed".
@@ -85,12 +85,12 @@ def format_named(name: str) -> Any:
 
 
 def open_foreign(location: Location, hints: Mapping[str, Any]) -> Reader | None:
-    """Opens what another system saved at a location; None if no format recognises it.
+    """Opens another system's checkpoint at a location; None if no format recognises it.
 
     Raises:
         HintError: the format there does not take one of the hints.
-        UnsupportedFormat: it is a file of a format that is not known.
-        All that `Format.open` raises.
+        UnsupportedFormat: it is a file of an unknown format.
+        UnickptError: as `Format.open`.
     """
     files = Files(location)
     try:
@@ -133,7 +133,7 @@ def check_alone(reader: Reader, marker: str) -> None:
 
 
 def _has_replaced(reader: Reader, marker: str) -> bool:
-    """Whether our checkpoint replaced the one of a marker, and only did not live to remove it."""
+    """Whether our save replaced a marker's checkpoint, and was killed before removing the marker."""
     replaced = reader.index.metadata.get(REPLACED)
     if not isinstance(replaced, Mapping) or marker not in replaced:
         return False
@@ -145,7 +145,7 @@ def _has_replaced(reader: Reader, marker: str) -> bool:
 
 
 def open_file(location: Location, hints: Mapping[str, Any]) -> Reader:
-    """Opens a single file, whose content says what it is. Raises as `open_foreign`."""
+    """Opens a single file, whose content shows its format. Raises as `open_foreign`."""
     files = Files(location, is_file=True)
     reader = _first(files, hints)
     if reader is not None:
@@ -160,10 +160,10 @@ def open_file(location: Location, hints: Mapping[str, Any]) -> Reader:
 
 
 def _first(files: Files, hints: Mapping[str, Any]) -> Reader | None:
-    """What the first format that recognises a checkpoint makes of files.
+    """The reader of the first format that recognises a checkpoint in files.
 
     Raises:
-        PluginError: none does what files there are, and another package's cannot be imported.
+        PluginError: none recognises the files, and another package's cannot be imported.
     """
     failed = list[errors.PluginError]()
     for format in _formats(files, failed):
@@ -188,12 +188,12 @@ def _first(files: Files, hints: Mapping[str, Any]) -> Reader | None:
 def _refusal(
     files: Files, error: errors.UnickptError | None = None
 ) -> errors.UnsupportedFormat | None:
-    """What is said of files that no format reads, by those who know what they are: other packages
-    only if there are files, and no format took them for its own.
+    """The explanations of formats for files that none reads; of other packages only if there are
+    files, and no format claimed them.
 
     Arguments:
         files: at the location.
-        error: of the format that took them for its own.
+        error: of the format that claimed them.
 
     Raises:
         Failed: the storage failed.
@@ -222,10 +222,10 @@ def check_hints(reader: Reader, hints: Mapping[str, Any], allowed: Collection[st
 
 
 def _formats(files: Files, failed: list[errors.PluginError]) -> Iterator[Format]:
-    """Formats of other systems; a module is imported only if those before it know nothing.
+    """Formats of other systems; imports a module only if no earlier format recognises the files.
 
     Arguments:
-        files: without even a folder, no other package is tried.
+        files: if not even a folder exists, no other package is tried.
         failed: gets the errors of those that cannot be imported.
     """
     yield from _registered

@@ -1,8 +1,8 @@
-"""Files that a copy of a checkpoint need not send: another one, at the destination, has them.
+"""Files that a copy of a checkpoint need not send: another one at the destination has them.
 
-A save that reuses chunks of an earlier checkpoint has their files as hard links .
-If that earlier checkpoint was copied to the same destination, so were these files, under the same
-names, which are random numbers of 128 bits: no bytes have to be compared.
+A save that reuses chunks of an earlier checkpoint has their files as hard links. If that earlier
+checkpoint was copied to the same destination, so were these files, under the same names, which are
+random numbers of 128 bits: no bytes have to be compared.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ Linked = Mapping[str, Sequence[LinkedChunk]]
 
 @dataclass(frozen=True)
 class HeldFiles:
-    """Linked files of a checkpoint, all of whose chunks in them another checkpoint has.
+    """Linked files of a checkpoint whose chunks are all in another checkpoint.
 
     Arguments:
         base: the other checkpoint.
@@ -82,7 +82,7 @@ class HeldFiles:
 
     @property
     def entry(self) -> BaseEntry:
-        """The base, as the index of a checkpoint names it that borrows the chunks."""
+        """The base, as the index of a borrowing checkpoint names it."""
         return BaseEntry(borrowed.name_of(self.base.location), self.base.manifest_digest)
 
     @property
@@ -123,10 +123,10 @@ def linked_chunks(reader: OcdbtReader) -> Linked:
 def held_by(
     base: OcdbtReader, linked: Linked, reader: OcdbtReader, context: ts.Context
 ) -> HeldFiles:
-    """What another checkpoint has of the linked files of a checkpoint.
+    """The linked files of a checkpoint that another one has.
 
     Arguments:
-        base: the other one, which borrows nothing itself.
+        base: the other one, which borrows no chunks itself.
         linked: from `linked_chunks`.
         reader: of the checkpoint.
         context: for the storage of the base.
@@ -151,7 +151,7 @@ class _HeldParts:
         self._numbered: dict[str, dict[str, tuple[int, Part]]] = {}
 
     def digest(self, chunk: LinkedChunk) -> int | None:
-        """That of a chunk, if the checkpoint has one at the same place and of the same kind."""
+        """The digest of a chunk, if the checkpoint has one at the same place and of its kind."""
         entry, name = self._reader.index.arrays.get(chunk.entry.name), chunk.entry.name
         if entry is None or _kind(entry) != _kind(chunk.entry):
             return None
@@ -169,7 +169,7 @@ def _kind(entry: ArrayEntry) -> object:
 
 
 def _path_in(parts: _HeldParts, base: OcdbtReader, chunks: Sequence[LinkedChunk]) -> str | None:
-    """Where the base has the file with these chunks; None if it lacks one of them there."""
+    """The base's path of the file with these chunks; None if it lacks one of them there."""
     paths = set[str]()
     for chunk in chunks:
         if parts.digest(chunk) != chunk.digest:
@@ -190,7 +190,7 @@ def _identity(reference: DataReference) -> tuple[str, int, int]:
 def _incomplete(
     base: OcdbtReader, chunks: Linked, paths: Mapping[str, str], context: ts.Context
 ) -> set[str]:
-    """The files that are missing or too short in the base's folder, whatever its B-tree says."""
+    """The files that are missing or too short in the base's folder, unlike its B-tree says."""
     store = base.location.store(context)
     reads = {}
     for path, file_chunks in chunks.items():

@@ -21,18 +21,18 @@ FORMAT = 1
 """The number of the format."""
 REFERENCES, PATCHES, SECTIONS = "references", "patches", "sections"
 FEATURES = frozenset((REFERENCES, PATCHES, SECTIONS))
-"""What an index may name, beside codecs, that a program must know before it reads, replaces or
-deletes the checkpoint: values in checkpoints beside it, patched chunks, and values of processes
-that are stored in sections."""
+"""The features, besides codecs, that an index may name and a program must know before it reads,
+replaces or deletes the checkpoint: values in sibling checkpoints, patched chunks, and values of
+processes that are stored in sections."""
 RESERVED = "unickpt"
 """The metadata key under which `Checkpointer` stores `step`, and process 0's `metrics`."""
 REPLACED = "unickpt.replaced"
 """The metadata key for the files of another system that a checkpoint replaced: their xxh3 digests,
 by name."""
 OF_THE_WHOLE = ("orbax",)
-"""Keys of metadata that say what the tree as a whole consists of, and mean nothing for a part."""
+"""Keys of metadata that describe the tree as a whole, and mean nothing for a part."""
 CONVERSION = "conversion"
-"""Below it, what rules did to the numbers; see `rules.provenance`."""
+"""The metadata key for the arithmetic of rules; see `rules.provenance`."""
 INDEX_KEY = "unickpt.json"
 DIGESTS_KEY = "unickpt.digests"
 BORROWED_KEY = "unickpt.borrowed"
@@ -46,7 +46,7 @@ def extra_key(feature: str) -> str:
 MAX_RANK = 32
 """Dimensions of an array."""
 MAX_EXTENT = 1 << 62
-"""Above each extent, and above the bytes of an array whose extents of 0 are counted as 1."""
+"""A limit above each extent, and above the bytes of an array with extents of 0 counted as 1."""
 
 
 def shape_problem(shape: Sequence[int], itemsize: int) -> str | None:
@@ -67,9 +67,9 @@ def shape_problem(shape: Sequence[int], itemsize: int) -> str | None:
 
 
 Encoding = tuple[tuple[str, tuple[tuple[str, Any], ...]], ...]
-"""At most one codec, of which names and values of settings are pairs, ascending."""
+"""At most one codec; names and values of its settings are pairs, ascending."""
 CODEC_PREFIX = "unickpt."
-"""Before the name of a codec that Zarr does not have, in what the index and `zarr.json` call it."""
+"""The prefix for the name of a codec that Zarr does not have, in the index and in `zarr.json`."""
 _NO_EXTRA: Mapping[str, Any] = {}
 
 
@@ -88,10 +88,10 @@ class ArrayEntry:
         prng: for typed JAX PRNG keys, the name of their implementation.
         composed: how many of its chunks are stored as several values (docs/format.md, patches).
         additions: how many values are added to all these.
-        encoding: its codec; None if it has none, and `()` if compressing it was tried, and did not
-            pay. While a save with `compression="auto"` runs, the one that it has if that makes it
+        encoding: its codec; None if it has none, and `()` if compressing it was tried and did not
+            save space. During a save with `compression="auto"`, the codec to use if that makes it
             smaller (`encoders`).
-        extra: what codecs say about it, by their names.
+        extra: the codecs' notes about it, by codec.
     """
 
     name: str
@@ -146,7 +146,7 @@ class ArrayEntry:
 
 @lru_cache(maxsize=4096)
 def nbytes_of(shape: tuple[int, ...], dtype: str) -> int:
-    """Bytes of an array; remembered, because a model has few shapes and many arrays."""
+    """Bytes of an array; cached, because a model has few shapes and many arrays."""
     return math.prod(shape) * dtypes.from_name(dtype).itemsize
 
 
@@ -175,7 +175,7 @@ class PerProcessEntry:
 
 @dataclass(frozen=True)
 class BaseEntry:
-    """A checkpoint beside this one that has some of its chunks.
+    """A sibling checkpoint that has some of the chunks.
 
     Arguments:
         name: of its folder.
@@ -203,10 +203,10 @@ class DigestBlocks:
 class Index:
     """The whole content of `unickpt.json`. `tree` is the JSON of `unickpt.trees.tree`.
 
-    `reused`, `compression` and `extra` are not needed to read it: `compression` is the
-    option with which it was saved, and `extra` has what other features say, by their names. A
-    feature in `extra` may have a value of its own in the database (`extra_key`). `features` is what
-    the stored index names of `FEATURES`.
+    `reused`, `compression` and `extra` are not needed to read it: `compression` is the option with
+    which it was saved, and `extra` has the notes of other features, by their names. A feature in
+    `extra` may have a separate value in the database (`extra_key`). `features` are those of
+    `FEATURES` that the stored index names.
     """
 
     tree: Any

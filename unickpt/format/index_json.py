@@ -73,13 +73,13 @@ class _PatchesBody(msgspec.Struct):
 
 
 class _TriedBody(msgspec.Struct):
-    """What became of an array that was to be compressed if that makes it smaller."""
+    """The outcome for an array that was compressed only if that makes it smaller."""
 
     pays: bool
 
 
 class _ArrayExtra(msgspec.Struct):
-    """The known members of `_ArrayBody.extra`; beside them are notes of codecs, by name."""
+    """The known members of `_ArrayBody.extra`; others are notes of codecs, by name."""
 
     compress: _TriedBody | UnsetType = UNSET
     patches: _PatchesBody | UnsetType = UNSET
@@ -118,7 +118,7 @@ _INCREMENTAL, _COMPRESS = "incremental", "compress"
 
 
 class _IndexBody(msgspec.Struct):
-    """The members of an index beside its arrays."""
+    """The members of an index besides its arrays."""
 
     features: list[str]
     library: str
@@ -142,11 +142,11 @@ class _IndexBody(msgspec.Struct):
 
 
 _OF_SAVE = ("library", "created", "attempt", "processes", "metadata", "tree")
-"""The members that an index and its JSON have alike."""
+"""The members that are the same in an index and its JSON."""
 
 
 class _SharedParts(NamedTuple):
-    """What arrays refer to by number."""
+    """The tables that arrays reference by number."""
 
     layouts: list[Layout]
     codecs: list[Encoding]
@@ -190,7 +190,7 @@ def encode(index: Index) -> bytes:
 
 
 def _features(index: Index) -> list[str]:
-    """What a program must know to read a checkpoint, or to delete it safely; ascending."""
+    """The features that a program must know to read or safely delete a checkpoint; ascending."""
     used = {REFERENCES} if index.bases else set[str]()
     for entry in index.arrays.values():
         if entry.composed:
@@ -228,11 +228,11 @@ def _extra_to_json(index: Index) -> dict[str, Any]:
 
 
 def with_references(data: bytes, index: Index) -> bytes:
-    """A stored index with the references of another one, and what that says of reused bytes; all
-    else stays, also what this program does not know.
+    """A stored index with the references of another one and its number of reused bytes; all else
+    stays, including members that this program does not know.
 
     Arguments:
-        data: the index as it is stored, which was read before.
+        data: the index as it is stored, which was already read.
         index: has `bases`, `borrowed`, `borrowed_xxh3` and `reused`.
     """
     stored = dict(tree_json.members(data, "index"))
@@ -289,7 +289,7 @@ def _arrays_to_json(
 
 def _array_extra(entry: ArrayEntry) -> dict[str, Any] | UnsetType:
     if not entry.extra and not entry.composed and entry.encoding != ():
-        return UNSET  # of 100,000 arrays, most
+        return UNSET  # most of 100,000 arrays
     extra: dict[str, Any] = {}
     if entry.encoding == ():
         extra[_COMPRESS] = _TriedBody(False)
@@ -322,8 +322,8 @@ def decode(data: bytes, where: str, *, partial: bool = False) -> Index:
 
 
 def check_known(data: bytes, where: str) -> None:
-    """Refuses an index that this program must neither read nor remove, nor anything beside it; one
-    that is damaged counts as known.
+    """Refuses an index that this program must neither read nor remove, nor its siblings; a damaged
+    one counts as known.
 
     Arguments:
         data: the bytes of `unickpt.json`; untrusted.
@@ -459,7 +459,7 @@ def _decode(body: dict[str, Any], stored: msgspec.Raw, partial: bool) -> Index:
 
 
 def _extra(stored: Mapping[str, Any]) -> dict[str, Any]:
-    """What is ignored by programs that do not know it."""
+    """The members that programs ignore if they do not know them."""
     extra = dict(stored)
     arguments: dict[str, Any] = {"extra": extra}
     if _INCREMENTAL in extra:
@@ -493,12 +493,12 @@ def _digest_blocks(members: _IndexBody) -> DigestBlocks | None:
 
 
 def _borrowed(members: _IndexBody) -> dict[str, Any]:
-    """What is borrowed, and from which checkpoints beside this one."""
+    """The borrowed chunks, and the sibling checkpoints that have them."""
     bases = members.bases
     if not bases:
         return {}
     for base in bases:
-        # One folder beside this one: it must lead nowhere else.
+        # A sibling folder: it must lead nowhere else.
         if base.name in ("", ".", "..") or not re.fullmatch(_FOLDER, base.name):
             raise BadJSON(f"a base is {quoted(base.name)}, which is no name of a folder")
     if len({base.name for base in bases}) != len(bases):
@@ -564,8 +564,8 @@ def _layout_on(mesh: _MeshBody, dims: tuple[tuple[str, ...], ...]) -> Layout:
 def _arrays(
     stored: Mapping[str, msgspec.Raw], shared: _SharedParts, partial: bool
 ) -> dict[str, ArrayEntry]:
-    """The entries of all arrays; what is stored alike for many, as for layers of a model, is
-    checked once."""
+    """The entries of all arrays; facts that many share, such as layers of a model, are checked
+    once."""
     entries: dict[bytes, ArrayEntry] = {}
     arrays = {}
     for name, raw in stored.items():
@@ -624,7 +624,7 @@ def _array(name: str, body: _ArrayBody, shared: _SharedParts, partial: bool) -> 
 
 
 def _add_extra(entry: ArrayEntry, extra: Mapping[str, Any]) -> None:
-    """Adds what features say about an array that is being read; what is not known is ignored."""
+    """Adds the features' notes about an array that is being read; ignores unknown ones."""
     where = f"array {quoted(entry.name)}"
     if (codec := codecs.codec_of(entry)) is not None:
         note = extra.get(codec.name)

@@ -44,9 +44,9 @@ def open(location: Location, context: ts.Context | None = None) -> OcdbtReader |
 
     Raises:
         CheckpointNotFound: the database there is not a checkpoint.
-        CheckpointReplaced: a save replaced it meanwhile.
+        CheckpointReplaced: a save replaced it.
         CheckpointCorrupt: its index is damaged.
-        UnsupportedFormat: it needs what this unickpt does not know; says what.
+        UnsupportedFormat: it needs features that this unickpt does not know; names them.
         StorageError: the storage failed.
     """
     try:  # not `errors.reading`: every load comes here
@@ -102,7 +102,7 @@ class OcdbtReader(Reader):
 
     @cached_property
     def borrowed(self) -> BorrowedChunks:
-        """The chunks in checkpoints beside this one."""
+        """The chunks in sibling checkpoints."""
         from unickpt.format.borrowed_chunks import BorrowedChunks
 
         return BorrowedChunks(self.index, self.chunks, self._digests)
@@ -116,7 +116,7 @@ class OcdbtReader(Reader):
 
     @property
     def manifest_digest(self) -> str:
-        """The digest of its manifest, by which checkpoints that borrow from it know it."""
+        """The digest of its manifest, by which borrowing checkpoints identify it."""
         return self.chunks.database.manifest_digest()
 
     def base_index(self, base: BaseEntry) -> Index:

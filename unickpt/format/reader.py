@@ -46,10 +46,10 @@ class Request(NamedTuple):
         entry: the array.
         part: the part of the array.
         number: the chunk's row-major number in the part.
-        out: contiguous memory of the array's dtype, and of the shape of what is read.
-        digest: of the chunk, which the stored bytes are compared with; None to read them only.
-        box: what to read of the chunk, in the array's coordinates, where `Reader.reads_boxes` says
-            that this is possible; None for all of it.
+        out: contiguous memory of the array's dtype, and of the shape of the chunk or box.
+        digest: of the chunk, with which the stored bytes are compared; None to read them only.
+        box: the part of the chunk to read, in the array's coordinates, if `Reader.reads_boxes`
+            allows it; None for all of it.
     """
 
     entry: ArrayEntry
@@ -67,10 +67,10 @@ class ParallelMap(Protocol):
 
 
 class BlockType(NamedTuple):
-    """What the bytes of an array stand for, if NumPy has no dtype for it.
+    """The meaning of the bytes of an array for which NumPy has no dtype.
 
     Arguments:
-        name: of the type, as its library calls it.
+        name: of the type in its library.
         shape: of the array that is stored as blocks.
     """
 
@@ -82,12 +82,12 @@ class Reader(Protocol):
     """An opened checkpoint of one format. Its methods are called from several threads.
 
     A format derives its reader from this class. It needs the attributes and `read`; the methods
-    with a body say what holds for a format without digests, values that differ by process,
-    or protection against a save that replaces the checkpoint.
+    with a body implement a format without digests, values that differ by process, or protection
+    against a save that replaces the checkpoint.
 
-    The arrays of the index say where their elements are: an array consists of parts, which are
-    boxes of it (`chunk_grid.parts`), and a part of chunks. A chunk is what is read at once. A
-    format whose files have no chunks chooses a chunk extent, and reads a range of a file for each.
+    The arrays of the index describe the place of their elements: an array consists of parts, which
+    are boxes of it (`chunk_grid.parts`), and a part of chunks. A chunk is read at once. A format
+    whose files have no chunks chooses a chunk extent, and reads a range of a file for each.
     """
 
     format: str
@@ -95,22 +95,22 @@ class Reader(Protocol):
     version: str
     """The version of the format; empty if it has none."""
     location: Location
-    """Where it is."""
+    """Its location."""
     index: Index
     """Its arrays, plain values and structure."""
     lacks: str = ""
-    """What users may miss in it though a training run had it, why, and what to do; for errors."""
+    """State of a training run that the format lacks, why, and what to do; for errors."""
     most_per_byte: int = 64
-    """How many bytes of arrays a stored byte can honestly stand for: some arrays repeat elements
-    or share them, and others are compressed, or left out because they are constant."""
+    """The largest plausible number of array bytes per stored byte: some arrays repeat or share
+    elements, and others are compressed, or left out because they are constant."""
     has_wide_checksums: bool = False
     """Whether the format keeps checksums of more than a chunk, which `checking` compares."""
     beside: Sequence[str] = ()
-    """Files in the same folder that could be taken for a checkpoint, and are not part of it."""
+    """Files in the same folder that look like a checkpoint, but are not part of it."""
     blocks: Mapping[str, BlockType] = MappingProxyType({})
-    """The arrays whose elements are the bytes of blocks, by name; what people are shown of them."""
+    """The arrays whose elements are the bytes of blocks, by name, with their display."""
     under: str = ""
-    """The beginning that the names of all leaves had, if this is a part of a checkpoint."""
+    """The removed prefix of all names, if this is a part of a checkpoint."""
 
     @property
     def label(self) -> str:
@@ -118,11 +118,11 @@ class Reader(Protocol):
         return f"{self.location}{f', under {self.under!r}' if self.under else ''}"
 
     def read(self, requests: Sequence[Request]) -> Sequence[int]:
-        """Reads chunks, or boxes of them, into memory; many at once, because that is less work for
-        each, and lets a storage answer several together.
+        """Reads chunks, or boxes of them, into memory: many at once, because that is less work for
+        each, and lets a storage serve several together.
 
         Arguments:
-            requests: what to read, and to where.
+            requests: the chunks, and their destinations.
 
         Returns:
             The positions of those that do not match their digests.
@@ -133,8 +133,8 @@ class Reader(Protocol):
         """
 
     def reads_boxes(self, entry: ArrayEntry) -> bool:
-        """Whether no more than a box can be read of a chunk of an array. The digest of the chunk
-        cannot be checked then."""
+        """Whether single boxes of an array's chunks can be read. The digest of the chunk cannot be
+        checked then."""
         return False
 
     def first_digests(self, entries: Sequence[ArrayEntry]) -> Table | None:
@@ -151,11 +151,11 @@ class Reader(Protocol):
 
     def digests_of(self, name: str) -> Table | None:
         """The digests of an array's chunks, in the order of its parts; None if the format stores
-        none, so that what is read cannot be verified."""
+        none, so that the data cannot be verified."""
         return None
 
     def timing(self) -> Timing | None:
-        """How long the save took, by process and phase; None if that was not kept.
+        """How long the save took, by process and phase; None if that was not stored.
 
         Raises:
             CheckpointCorrupt: it is damaged.
@@ -171,15 +171,15 @@ class Reader(Protocol):
         return
 
     def stored_bytes(self) -> int | None:
-        """At most how many bytes store all arrays; None if that is not known."""
+        """An upper bound of the bytes that store all arrays; None if unknown."""
         return None
 
     def check_total(self, entries: Collection[ArrayEntry]) -> None:
         """Checks that enough data is stored to justify the memory, or the time, that arrays need
-        together: each may be justified alone by what all of them share.
+        together: each one alone may be justified by data that all of them share.
 
         Arguments:
-            entries: the arrays to make, which rules can have changed.
+            entries: the arrays to make, which rules may have changed.
 
         Raises:
             CheckpointCorrupt: names the largest.
@@ -237,17 +237,16 @@ class Reader(Protocol):
         return iter(())
 
     def checking(self) -> Reader:
-        """This checkpoint for one piece of work that reads most of it: bytes whose checksums the
-        format keeps otherwise than as digests are compared with these, as soon as all are read
-        that have one checksum."""
+        """This checkpoint for one piece of work that reads most of it: bytes with checksums that
+        are no digests are compared with them, as soon as all bytes of a checksum are read."""
         return self
 
     def check_rest(self, index: int = 0, count: int = 1) -> Iterator[tuple[str, str]]:
-        """Of a reader of `checking`, after the work: reads what has a checksum together with what
-        was read, and compares it.
+        """For a reader of `checking`, after the work: reads the remaining bytes of checksums of
+        which some bytes were read, and compares them.
 
         Arguments:
-            index, count: which process this is of how many that did the work.
+            index, count: the index of this process, and how many did the work.
 
         Returns:
             As `check_structure`.

@@ -1,4 +1,4 @@
-"""Refuses to replace or remove a checkpoint that needs what this program does not know."""
+"""Refuses to replace or remove a checkpoint that needs features this program does not know."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from unickpt.storage.locations import Location
 def refuse_unknown(location: Location, context: ts.Context, manifest: bytes | None = None) -> None:
     """Refuses a checkpoint with a format or a feature that this program does not know.
 
-    Does nothing if there is no checkpoint, or one that is too damaged to say what it needs.
+    Does nothing if there is no checkpoint, or one that is too damaged to name its features.
 
     Arguments:
         location: of the checkpoint.
         context: for the storage.
-        manifest: of the checkpoint, if it is not in its place, as that of a retired one.
+        manifest: of the checkpoint, if it is not at its place, as for a retired one.
 
     Raises:
-        UnsupportedFormat: names what is not known, and says what to do.
+        UnsupportedFormat: names the unknown features, and says what to do.
         StorageError: the storage failed.
     """
     data = None

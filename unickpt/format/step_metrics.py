@@ -9,12 +9,12 @@ from typing import Any
 from unickpt.format.index import RESERVED
 
 _NOT_FINITE = {"nan", "inf", "-inf"}  # as texts, because JSON lacks them
-_MOST = 1e300  # what is larger may be no float at all
+_MOST = 1e300  # larger numbers may be no float at all
 
 
 def step_metrics(metadata: Mapping[str, Any]) -> dict[str, float]:
-    """The numbers that a step was saved with, of metadata, which are untrusted: those that the
-    Checkpointer stores, or else a dict `metrics`, which a step of Orbax's manager has.
+    """The metrics of a step, from its metadata, which are untrusted: those that the Checkpointer
+    stores, or else a dict `metrics`, which a step of Orbax's manager has.
 
     Example:
         >>> step_metrics({"unickpt": {"step": 1, "metrics": {"loss": 0.5, "lr": "nan", "x": []}}})

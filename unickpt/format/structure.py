@@ -1,4 +1,4 @@
-"""What `verify` checks of a checkpoint besides its chunks: the tree, keys, metadata, values."""
+"""Checks of `verify` besides chunks: the tree, keys, metadata and values of a checkpoint."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class KeyChecks:
         with reading("its manifest", self._chunks.explained):
             key_count = self._chunks.database.facts().keys  # in its manifest
         if key_count != implied:
-            # Counted, not listed: a few hostile nodes that share children can make any number of
+            # Counted, not listed: a few hostile nodes that share children can give any number of
             # keys.
             yield "", f"the database has {key_count} keys, but the index implies {implied}"
 

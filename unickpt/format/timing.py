@@ -20,10 +20,10 @@ from numpy.typing import NDArray
 from unickpt.format.index import extra_key
 
 FEATURE = "timing"
-"""The name by which an index says that there is one."""
+"""The name of a timing in an index."""
 TIMING_KEY = extra_key(FEATURE)
 PHASES = ("describe", "plan", "stage", "queue", "write")
-"""The phases of one process, until it has published what it wrote."""
+"""The phases of one process, until it has published its record."""
 _SIZES = ("written", "stored", "reused", "staged", "chunks")
 _F4: np.dtype[Any] = np.dtype("<f4")
 _U8: np.dtype[Any] = np.dtype("<u8")
@@ -47,20 +47,20 @@ _WIDEST = 8  # bytes of an element of a column
 class Timing:
     """How long a save took. All arrays have an element for each process.
 
-    Times are seconds since the coordinator, process 0, was asked to save. Other processes' clocks
-    are placed in its own by the clocks of the hosts, and corrected where these contradict what it
-    saw: which records were there whenever it looked (docs/format.md).
+    Times are seconds since the coordinator, process 0, was called to save. Other processes' times
+    are converted to its clock by the clocks of the hosts, and corrected where these contradict its
+    observations: which records existed at each of its polls (docs/format.md).
 
     Arguments:
         collected: when process 0 had the records of all processes.
         merged: when it had merged them. Then it built the root and committed.
-        began: when each process was asked to save.
+        began: when each process was called to save.
         at: for each phase of `PHASES`, by its name, how long after that it began.
         seconds: how long it took; 0 if there was none.
-        blocked: seconds for which the call blocked the caller; 0 where it returned only after the
+        blocked: seconds for which the call blocked the caller; 0 if it returned only after the
             save.
         written: logical bytes of the chunks that the process wrote, and the bytes of its patches.
-        stored: the same, but what codecs store.
+        stored: the same, as encoded by codecs.
         reused: logical bytes that it did not write, because an earlier checkpoint has them.
         staged: bytes that it copied to host memory.
         chunks: number of chunks that it wrote.
@@ -92,13 +92,13 @@ class Timing:
 
     @property
     def done(self) -> NDArray[np.float32]:
-        """When each process had published what it wrote, and so ended its part."""
+        """When each process had published its record, and so ended its part."""
         ended: NDArray[np.float32] = self.began + self.at["write"] + self.seconds["write"]
         return ended
 
     @property
     def waited(self) -> NDArray[np.float32]:
-        """For how long each process then waited until the last one was done."""
+        """How long each process then waited until the last one was done."""
         done = self.done
         late: NDArray[np.float32] = done.max() - done
         return late
@@ -112,7 +112,7 @@ class Timing:
 def from_columns(
     collected: float, merged: float, columns: Mapping[str, NDArray[Any]], processes: int
 ) -> Timing:
-    """A timing of columns by their names; those that are missing are 0."""
+    """A timing from columns by their names; missing columns are 0."""
     none = np.zeros(processes)
     arrays = {name: np.asarray(columns.get(name, none), kind) for name, kind in _IN_MEMORY.items()}
     return Timing(
@@ -127,7 +127,7 @@ def from_columns(
 
 
 def encode(timing: Timing) -> bytes:
-    """A line of JSON, the columns that are not 0 throughout, and the xxh3-64 of both."""
+    """A line of JSON, the columns that are not all 0, and the xxh3-64 of both."""
     every: list[NDArray[Any]] = [timing.began, timing.blocked]
     for times in timing.at, timing.seconds:
         every += [times[phase] for phase in PHASES]
@@ -232,7 +232,7 @@ _MOST[0] = _MOST_WALL_S  # the time of day of each host
 
 
 class Arrivals:
-    """Which records were there whenever the coordinator looked.
+    """The records that existed at each poll of the coordinator.
 
     Arguments:
         count: number of processes.
@@ -248,16 +248,16 @@ class Arrivals:
         self._looked = -math.inf
         self._published = math.nan
         self.collected = math.nan
-        """When all were there."""
+        """When all existed."""
         self._not_before = np.full(count, -math.inf)
         self._seen = np.full(count, math.inf)
 
     def published(self) -> None:
-        """The coordinator has published its own record."""
+        """Records that the coordinator has published its own record."""
         self._published = self._clock()
 
     def looked(self, late: Collection[int]) -> None:
-        """The coordinator has looked, and the records of some processes were missing."""
+        """Records a poll of the coordinator in which the records of some processes were missing."""
         if not self._late:
             return  # of further records, which the coordinator has requested
         now = self._clock()
@@ -286,8 +286,8 @@ class Arrivals:
         took = columns["write_at"].astype(float) + columns["write_s"]
         began = walls - walls[0]
         start = self._published - took[0]  # of the coordinator, by its own clock
-        # A record is published before it is seen, and after it was missing. For this, no clock but
-        # the coordinator's is needed; so it corrects what the hosts' clocks say.
+        # A record is published before it is seen, and after it was missing. This needs no clock but
+        # the coordinator's, so it corrects the hosts' clocks.
         began = np.clip(began, self._not_before - start - took, self._seen - start - took)
         columns["began"] = np.clip(began, -_MOST_S, _MOST_S).astype(np.float32)
         columns["began"][0] = 0
@@ -296,10 +296,10 @@ class Arrivals:
 
 
 def _values(statistics: Sequence[Mapping[str, float]]) -> NDArray[np.float64]:
-    """The statistics of all processes, a row for each of `_STATISTICS`; one that cannot be must
+    """The statistics of all processes, a row for each of `_STATISTICS`; an impossible value must
     not make the save fail."""
     rows = [[record.get(name, 0) for name in _STATISTICS] for record in statistics]
-    # Of NaN and a number these two are the number.
+    # For NaN and a number, these two return the number.
     nonnegative: NDArray[np.float64] = np.fmax(np.array(rows, float).T, 0.0)
     clipped: NDArray[np.float64] = np.fmin(nonnegative, _MOST[:, None])
     return clipped

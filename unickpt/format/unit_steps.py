@@ -1,4 +1,4 @@
-"""Of which step the units of a checkpoint are (`write_filter`): in its metadata."""
+"""The step of each unit of a checkpoint (`write_filter`), in its metadata."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from unickpt.errors import CheckpointCorrupt, CoverageError
 from unickpt.format.index import RESERVED
 
 UnitSteps = Mapping[str, Mapping[int, int]]
-"""For each key, the step that the state of each unit is of."""
+"""The step of each unit's state, by key."""
 _Step = Annotated[int, msgspec.Meta(ge=0)]
 _MEMBER = "experts"
-"""Of the reserved metadata. Its member `steps` is read here; all others are the feature's."""
+"""A key of the reserved metadata. Its member `steps` is read here; all others are the feature's."""
 
 
 def stored(metadata: Mapping[str, Any], where: str) -> dict[str, dict[int, int]] | None:
-    """What the metadata of a checkpoint say; None if they say nothing.
+    """The steps of units in the metadata of a checkpoint; None if there are none.
 
     Raises:
         CheckpointCorrupt: it is malformed.
@@ -40,10 +40,10 @@ def older(metadata: Mapping[str, Any], where: str) -> tuple[tuple[str, int, int]
 
     Arguments:
         metadata: of the checkpoint.
-        where: it is.
+        where: its location.
 
     Raises:
-        CheckpointCorrupt: what they say is malformed.
+        CheckpointCorrupt: they are malformed.
     """
     steps_by_key = stored(metadata, where)
     if steps_by_key is None:
@@ -58,8 +58,8 @@ def older(metadata: Mapping[str, Any], where: str) -> tuple[tuple[str, int, int]
 
 
 def lost(metadata: Mapping[str, Any]) -> float | None:
-    """What proportion of the training of units a restart from this checkpoint loses, if that is
-    known; `stored` was called before."""
+    """The share of the units' training that a restart from this checkpoint loses, if known; call
+    `stored` first."""
     plt = metadata[RESERVED][_MEMBER].get("plt")
     return plt if type(plt) is float else None
 

@@ -1,7 +1,7 @@
-"""The protocol that every format fulfils into which checkpoints are exported.
+"""The protocol of formats into which checkpoints are exported.
 
-A format says which bytes its files consist of; whoever exports reads the arrays and writes the
-files, in any order and by any number of processes.
+A format plans the bytes of its files; the export reads the arrays and writes the files, in any
+order and by any number of processes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Ending = Callable[[Sequence[int]], Mapping[int, bytes]]
 
 @dataclass(frozen=True)
 class Data:
-    """Elements of an array in a file, one after the other in row-major order, little-endian.
+    """Consecutive elements of an array in a file, in row-major order, little-endian.
 
     Arguments:
         offset: of the first one in the file, in bytes.
@@ -34,17 +34,17 @@ class Data:
 
 @dataclass(frozen=True)
 class PlannedFile:
-    """A file of a checkpoint; bytes that nothing else gives are zero.
+    """A file of a checkpoint; bytes not given here are zero.
 
     Arguments:
         name: below the checkpoint's location.
         size: in bytes.
-        texts: bytes that are known already, by their offsets.
+        texts: bytes that are already known, by their offsets.
         data: elements of arrays, by ascending offsets.
         ending: makes bytes, by their offsets, from the CRC-32 of each of `data`; None if the format
             needs none.
         last: whether it makes the checkpoint complete: such files are written after all others.
-        copied: the path of a local file that it is a copy of, instead of all this.
+        copied: instead of all this, the path of a local file to copy.
     """
 
     name: str
@@ -72,12 +72,12 @@ class Plan:
             checkpoint, as unickpt's reader of the format has it; without those that the format
             leaves out.
         values: likewise for plain values.
-        casts: the dtypes to which arrays are cast, as asked for, by the names of the index.
+        casts: the dtypes to which arrays are cast on request, by the names of the index.
         others: whether the new checkpoint has further leaves, such as those of a template.
         made: plain values that the index does not have, by their names in the new checkpoint.
-        parts: plans of what it consists of, if these are several checkpoints: by the names of their
-            files, or "" for what a reader finds in the folder. They say what is in them, instead of
-            this plan; all files are in this one.
+        parts: plans of its parts, if it consists of several checkpoints: by the names of their
+            files, or "" for the one that a reader finds in the folder. They describe the contents,
+            instead of this plan; all files are in this one.
     """
 
     files: tuple[PlannedFile, ...]
@@ -104,25 +104,25 @@ class Writer(Protocol):
     """
 
     suffixes: ClassVar[Sequence[str]]
-    """How a destination ends that is a single file; empty if it is always a folder."""
+    """The suffixes of a destination that is a single file; empty if it is always a folder."""
 
     def plan(self, index: Index, most_bytes: int, file: str | None) -> Plan:
         """Plans all files; equal on all processes.
 
         Arguments:
-            index: what is going to be written; its layouts and chunks are those of the source.
-            most_bytes: of a file, where the format can divide what it holds.
+            index: describes the leaves to write; its layouts and chunks are those of the source.
+            most_bytes: of a file, if the format can split its contents.
             file: the name of the single file to write, in an existing folder; None for a folder.
 
         Raises:
-            UnsupportedLeaf: the format cannot hold something; says what, and what to do.
+            UnsupportedLeaf: the format cannot hold a leaf; names it, and says what to do.
         """
 
 
 @runtime_checkable
 class NeedsElements(Protocol):
-    """A writer that must know the elements of some small arrays to plan its files, such as those
-    that stand within a pickle."""
+    """A writer that needs the elements of some small arrays to plan its files, such as those within
+    a pickle."""
 
     def needed(self, index: Index) -> Collection[str]:
         """The names of these arrays."""
@@ -137,8 +137,8 @@ class NeedsElements(Protocol):
 
 @runtime_checkable
 class LeavesOut(Protocol):
-    """A writer of a format that has no place for some leaves of the checkpoints that it is for.
-    Whoever exports names them in its report."""
+    """A writer of a format that has no place for some leaves of its checkpoints.
+    The export's report names them."""
 
     def left_out(self, index: Index) -> Collection[str]:
         """The names of these leaves, which `plan` leaves out."""

@@ -14,7 +14,7 @@ from unickpt.storage import paths
 
 OWN = "unickpt"
 """The name of unickpt's own format."""
-# What the suffix of a destination says, if nothing else does.
+# The format by the suffix of a destination, if it is not given otherwise.
 _BY_SUFFIX = {
     ".safetensors": "safetensors", ".npz": "npz",
     ".pt": "torch", ".pth": "torch", ".bin": "torch", ".pth.tar": "torch",
@@ -68,14 +68,14 @@ def _maker(format: str) -> Callable[..., Writer] | None:
 
 
 def chosen(to: str | None, path: paths.PathLike) -> str:
-    """The format to write: the one that is requested, or what the suffix of the destination says.
+    """The format to write: the requested one, or that of the destination's suffix.
 
     Arguments:
-        to: the name of a format; None if only the path says it.
+        to: the name of a format; None if only the path determines it.
         path: the destination.
 
     Returns:
-        The name of a format; `OWN` if neither says one.
+        The name of a format; `OWN` if neither determines one.
 
     Raises:
         ValueError: the suffix is that of another format, or of one that unickpt does not write.
@@ -104,7 +104,7 @@ def chosen(to: str | None, path: paths.PathLike) -> str:
 
 
 def _without_writer(path: str, suffix: str) -> str:
-    """The error for a suffix that does not say which format to write."""
+    """The error for a suffix that does not determine a format."""
     fitting = [name for name in names() if suffix in getattr(_maker(name), "suffixes", ())]
     if fitting:
         formats = " or ".join(map(quoted, fitting))
@@ -124,7 +124,7 @@ def make_writer(format: str, options: Mapping[str, Any]) -> Writer:
         options: of this format.
 
     Raises:
-        ValueError: there is no such format, or an option has a value that it cannot have.
+        ValueError: there is no such format, or an option has an invalid value.
         TypeError: the format has no such option, or needs one that is missing.
 
     Example:

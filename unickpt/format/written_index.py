@@ -1,4 +1,4 @@
-"""Reads an index back before the commit: what a reader refuses is not committed."""
+"""Reads an index back before the commit: an index that a reader refuses is not committed."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _lock = threading.Lock()
 
 
 class CheckedStructures(dict[bytes, None]):
-    """The structures that were read back last: their digests.
+    """The digests of the structures that were last read back.
 
-    A structure is what saves of one tree have in common. Of 5,000 arrays, to read it back takes
-    as long as to encode it, and the tree five times as long.
+    A structure is the common part of saves of one tree. For 5,000 arrays, reading it back takes as
+    long as encoding it, and the tree five times as long.
     """
 
     def add(self, digest: bytes) -> None:
-        """Remembers a structure; forgets the one that was added or used longest ago."""
+        """Adds a structure; drops the least recently used one."""
         with _lock:
             self.pop(digest, None)
             self[digest] = None
@@ -43,7 +43,7 @@ def check_readable(data: bytes, where: str, checked: CheckedStructures = _checke
         checked: structures that need not be read again; values and metadata are read in any case.
 
     Raises:
-        UnsupportedLeaf: names what the reader refuses.
+        UnsupportedLeaf: names the leaf that the reader refuses.
     """
     try:
         parts = index_json.IndexParts.split(data)
