@@ -79,7 +79,7 @@ class ChunkValues:
         self._own, self._borrowed = store, borrowed
 
     def values(self, entry: ArrayEntry, part: Part, number: int) -> Sequence[Value]:
-        """Where all values of a chunk are: that of a whole one, or its full chunk and patches.
+        """All values of a chunk: the whole one, or its full chunk and patches.
 
         Raises:
             CheckpointCorrupt: a database is damaged.

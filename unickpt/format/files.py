@@ -291,7 +291,7 @@ class CheckedFiles(Files):
                 yield range_
 
     def complete(self, requested: Range) -> None:
-        """Reads what has not been read of a range.
+        """Reads the unread bytes of a range.
 
         Raises:
             Damaged: it does not match its checksum.

@@ -133,7 +133,7 @@ def check_alone(reader: Reader, marker: str) -> None:
 
 
 def _has_replaced(reader: Reader, marker: str) -> bool:
-    """Whether our save replaced a marker's checkpoint, and was killed before removing the marker."""
+    """Whether our save replaced a marker's checkpoint, and was killed before removing it."""
     replaced = reader.index.metadata.get(REPLACED)
     if not isinstance(replaced, Mapping) or marker not in replaced:
         return False
