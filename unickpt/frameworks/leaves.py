@@ -397,14 +397,14 @@ class LocalFragments(Described):
 
     def source(self, group: Group) -> ArraySource:
         """As an adapter's `source`."""
-        fragments, found = list[Fragment](), list[dtypes.DType]()
+        fragments, fragment_dtypes = list[Fragment](), list[dtypes.DType]()
         for box, data in self.fragments:
             inner = _adapter(data).source(data, group)
             if inner.layout is None or any(inner.layout.dims):
                 raise TypeError("LocalFragments can only hold NumPy arrays and plain torch tensors")
-            found.append(inner.dtype)
+            fragment_dtypes.append(inner.dtype)
             fragments += [placed(fragment, box, (group.index,)) for fragment in inner.fragments]
-        dtype = self._common_dtype(found)
+        dtype = self._common_dtype(fragment_dtypes)
         return ArraySource(self.shape, dtype, tuple(fragments), identity=self._identity)
 
     @property
@@ -416,10 +416,10 @@ class LocalFragments(Described):
         """As an adapter's `target`."""
         return LocalTarget(self)
 
-    def _common_dtype(self, found: Iterable[dtypes.DType]) -> dtypes.DType:
+    def _common_dtype(self, fragment_dtypes: Iterable[dtypes.DType]) -> dtypes.DType:
         """The dtype that the fragments have, or that was declared for none."""
         declared = () if self.dtype is None else (dtypes.from_name(self.dtype),)
-        both = dict.fromkeys([*declared, *(dtype.newbyteorder("=") for dtype in found)])
+        both = dict.fromkeys([*declared, *(dtype.newbyteorder("=") for dtype in fragment_dtypes)])
         if not both:
             raise TypeError("LocalFragments without any fragment need a dtype, e.g. 'float32'")
         if len(both) > 1:

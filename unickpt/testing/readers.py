@@ -50,9 +50,9 @@ def at(tree: Any, name: str) -> Any:
     return tree
 
 
-def same(found: Any, expected: np.ndarray) -> bool:
-    found = np.asarray(found)
-    return bool(found.dtype == expected.dtype and found.tobytes() == expected.tobytes())
+def same(loaded: Any, expected: np.ndarray) -> bool:
+    loaded = np.asarray(loaded)
+    return bool(loaded.dtype == expected.dtype and loaded.tobytes() == expected.tobytes())
 
 
 class FormatCase:
