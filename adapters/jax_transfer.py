@@ -1,7 +1,7 @@
 """JAX: copies from accelerators to page-locked host memory, which the devices make by themselves.
 
 XLA runs such a transfer after the queued work, and before any computation that gets the memory of a
-donated array: so its caller need not wait, and may donate the array at once. A copy that NumPy
+donated array. So the caller need not wait, and may donate the array at once. A copy that NumPy
 requests waits, and goes to memory that is not page-locked: on an H100, 1.6 GB/s.
 """
 

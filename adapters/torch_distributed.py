@@ -457,9 +457,9 @@ def _shard_order(
 ) -> list[tuple[int, ...]]:
     """For each tensor dimension the mesh dimensions that split it, outermost first.
 
-    Mesh dimensions split from left to right, except for `_StridedShard`, whose split factor is the
-    number of pieces into which mesh dimensions to its right have split the dimension before, and
-    if the DTensor states the order itself.
+    Mesh dimensions split from left to right, unless the DTensor states the order itself. The
+    exception is `_StridedShard`: its split factor is the number of pieces that mesh dimensions to
+    its right have split the dimension into before.
     """
     order: list[list[int]] = [[] for _ in range(rank)]
     strided = False

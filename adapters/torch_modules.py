@@ -76,7 +76,7 @@ def canonical_names(module: torch.nn.Module, names: Iterable[str]) -> dict[str, 
         names: as that module returns them.
 
     Returns:
-        The canonical names by the given ones. Names that would collide stay as they are.
+        The canonical names by the given ones. Names that would collide stay unchanged.
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.DataParallel(torch.nn.Linear(2, 3)))
@@ -128,7 +128,7 @@ def expand_module(obj: torch.nn.Module, name: str, stored: StoredTree | None) ->
     if not meta:
         state = obj.state_dict()
     if not isinstance(state, dict):
-        return None  # not torch's own format; stored as it is
+        return None  # not torch's own format; stored unchanged
     names = canonical_names(obj, state)
     old_names = {new: old for old, new in names.items()}
     if resizes:

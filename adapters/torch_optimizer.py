@@ -100,7 +100,7 @@ def expand_optimizer(obj: Any, name: str, stored: StoredTree | None) -> Expansio
     names = obj.names if isinstance(obj, NamedOptimizer) else None
     state = optimizer.state_dict()
     if not isinstance(state.get("state"), dict):
-        return None  # not torch's own format; its state_dict is stored as it is
+        return None  # not torch's own format; its state_dict is stored unchanged
     keys: Sequence[str | int] = range(len(params)) if names is None else names
     fresh, misfits = dict[int, Any](), frozenset[int]()
     if stored is not None:

@@ -88,7 +88,7 @@ def load(
             they have there.
         shardings: instead: a sharding for all arrays, or a pytree that has one for each array, such
             as `jax.tree.map(choose, eqx.filter(model, eqx.is_array))`; None leaves one unchanged.
-        static: what to do if a setting (a static field, or a number, text or flag in the tree) is
+        static: the action if a setting (a static field, or a number, text or flag in the tree) is
             not the noted one: "error"; or "keep" that of the given model; or "stored", which gives
             numbers, texts and flags in the tree their noted values, as
             `eqx.tree_deserialise_leaves` does, and still compares static fields. Functions and

@@ -78,9 +78,8 @@ class MirroredCheckpointer(Checkpointer):
         mirror_keep_last, mirror_keep_every: which steps remain in the mirror; by default all. As
             for `Checkpointer`, the newest always does.
         storage_options: for fsspec's file system, such as `{"account_name": ...}`.
-        arguments: as for `Checkpointer`; except `after`, instead of which there is
-            `drop_later_steps`, `local`, which `root` is here, and `experts`, whose steps need each
-            other.
+        arguments: as for `Checkpointer`; except `after`, which `drop_later_steps` replaces,
+            `local`, which `root` is here, and `experts`, whose steps need each other.
 
     Raises:
         ValueError: the arguments are invalid.

@@ -3,7 +3,7 @@
     from unickpt.integrations import levanter
     levanter.install()
 
-Its `Checkpointer`, policies, folders and `metadata.json` stay as they are; the arrays of a step are
+Its `Checkpointer`, policies, folders and `metadata.json` stay unchanged; the arrays of a step are
 one checkpoint of unickpt, `<step>/unickpt`. docs/integrations/levanter.md lists the differences.
 """
 

@@ -1,4 +1,4 @@
-"""For functions that `SaveOptions(metrics=)` calls: what each save did, for any tool.
+"""For functions that `SaveOptions(metrics=)` calls: figures of each save, for any tool.
 
     SaveOptions(metrics=JsonLines("saves.jsonl"))
     SaveOptions(metrics=each(JsonLines("saves.jsonl"), lambda report: log(figures(report))))

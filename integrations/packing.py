@@ -1,4 +1,4 @@
-"""Tensors in plain state: stored as arrays that say that they were tensors, and made again."""
+"""Tensors in plain state: stored as arrays with a mark, and restored as tensors."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ def report(
         metadata, options: as for `unickpt.save_async`.
 
     Returns:
-        The pending save, for those who need to wait for it.
+        The pending save, if the caller needs to wait for it.
 
     Raises:
         ValueError: the name is not that of a folder.

@@ -59,7 +59,7 @@ def _own(saved: Sequence[Any], index: int, count: int) -> Any:
 
 def restore(found: Mapping[str, Any] | None) -> None:
     """Continues with the states that were loaded. With None, and for accelerators that did not
-    exist, the generators stay as they are.
+    exist, the generators stay unchanged.
 
     Arguments:
         found: the value of `states`, or None.

@@ -92,8 +92,8 @@ def refuse(format: str, arrays: Iterable[ArrayEntry], values: Mapping[str, str])
 
     Arguments:
         format: for the message.
-        arrays: those of whose dtype it has none.
-        values: what is wrong with plain values, by their names.
+        arrays: those whose dtype it lacks.
+        values: the problems of plain values, by name.
 
     Raises:
         UnsupportedLeaf: names all of them, and rules that help, if there is any.

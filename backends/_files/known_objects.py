@@ -21,7 +21,7 @@ from unickpt.extend import DType, dtype_from_name, dtype_name, is_plain, quoted
 
 _MOST_RANK = 64  # NumPy's own limit
 _DTYPE = re.compile(r"[biufcSU][0-9]{1,9}")
-_NONE = object()  # what stands for None, where None says that an object is not known
+_NONE = object()  # the value None; a plain None means that an object is not known
 _ORDERS = {"<": False, "|": False, ">": True}
 
 
@@ -29,8 +29,8 @@ def decoded(obj: PickledObject) -> Any:
     """An object of a known class as a container, plain value or `Tensor`.
 
     Returns:
-        A container, whose items are as in the pickle; a plain value; a `Tensor` for an array; or
-        the object itself if its class is not known, or holds what has no plain form, such as an
+        A container, whose items are as in the pickle; a plain value; or a `Tensor` for an array.
+        The object itself if its class is not known, or its content has no plain form, such as an
         array of objects.
 
     Raises:

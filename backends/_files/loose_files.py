@@ -1,7 +1,7 @@
 """Which files at a location are the checkpoint, of the formats whose checkpoints are single files.
 
 The content of a file decides its format. In a folder the names decide, as for transformers: weights
-in safetensors come before torch's, an index says which files belong together, and other files of a
+in safetensors come before torch's, and an index says which files belong together. Other files of a
 trainer next to the weights are not part of them. If several candidates are left, none is taken.
 """
 
@@ -45,7 +45,7 @@ class FileKind:
         suffixes: of its files.
         begins: whether the first bytes of a file are those of such a file.
         weights: the names of its files in folders of Hugging Face.
-        shared: those of the suffixes that other files have too, so that their content decides.
+        shared: the suffixes that other kinds of files use too, so that the content decides.
         is_named: whether a file has a name of this kind, without a suffix; its content decides.
         together: names of files that are one checkpoint, if the groups in them are the same.
         indexes: endings of the names of index files, which say which file has which array; by

@@ -74,8 +74,8 @@ class OtherKind(NamedTuple):
     """A kind of files that unickpt does not read.
 
     Arguments:
-        name: what such a file is.
-        way_out: what to do with it.
+        name: of this kind.
+        way_out: the advice for the user.
         matches: whether a file is of this kind.
     """
 
@@ -125,7 +125,7 @@ TENSORFLOW = (
     "load it there, and save its variables with numpy.savez, or a Keras model with "
     "model.save_weights('x.weights.h5')"
 )
-"""What to do with a checkpoint of TensorFlow."""
+"""The way out for a checkpoint of TensorFlow."""
 
 
 def _load_with(library: str) -> str:
@@ -163,7 +163,7 @@ DOWNLOADS = _table(
      _begins(b"\x04\x22\x4d\x18")),
     ("an archive of 7-Zip or RAR", _UNPACK, _begins(b"7z\xbc\xaf\x27\x1c", b"Rar!\x1a\x07")),
 )  # fmt: skip
-"""What a download can leave in the place of any file."""
+"""Files that a download can leave in place of any file."""
 KINDS = (*DOWNLOADS, *_table(
     ("a file of zeros", "a download or a copy of it did not finish: repeat it",
      lambda sample: len(sample.head) > 8 and not any(sample.start)),

@@ -24,7 +24,7 @@ _MOST_IN_TUPLE = 1 << 32
 _MOST_IN_KEY = 100
 _MOST_MEMO = 1 << 32
 _UINT16, _INT32, _UINT32, _UINT64 = map(struct.Struct, ("<H", "<i", "<I", "<Q"))
-# What calls may look at, for each byte of the pickle: arguments can be remembered and used again.
+# Values that calls may inspect, for each byte of the pickle: arguments can be memoized and reused.
 _WORK = 8
 _LEAST_WORK = 100_000
 Constructors = Mapping[str, Callable[..., Any]]
@@ -48,7 +48,7 @@ class FileBytes:
     Arguments:
         offset: where they are in the file.
         size: how many.
-        read: reads them: bytes, or what a text of Python 2 consists of.
+        read: reads them: bytes, or the content of a text of Python 2.
     """
 
     offset: int
@@ -146,7 +146,7 @@ class PersistentId:
     """A placeholder in a pickle for data outside of it.
 
     Arguments:
-        value: says which data.
+        value: identifies the data.
     """
 
     value: Any
@@ -201,7 +201,7 @@ def read(
         data: begins with it; untrusted.
         constructors: the constructors of known classes and functions, by name. They get
             values that this function makes, and must check them.
-        persistent: what to call for persistent ids, which stand for data outside of the pickle.
+        persistent: called for persistent ids, which stand for data outside of the pickle.
 
     Raises:
         BadPickle: it is malformed, or nested too deeply.
@@ -241,7 +241,7 @@ def described(
 
     Arguments:
         data: begins with the pickle; untrusted.
-        persistent: as for `read`; its persistent ids stay what they are by default.
+        persistent: as for `read`; by default its persistent ids stay unchanged.
 
     Returns:
         By the place of each in the pickle, `PickledObject.at`.

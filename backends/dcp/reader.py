@@ -1,8 +1,8 @@
 """torch's distributed checkpoints (DCP), as `FileSystemWriter` writes them.
 
 Source: torch/distributed/checkpoint/filesystem.py and _nested_dict.py. The tree is that of the
-state that was saved, as far as the metadata records the path of each value; a value without a
-recorded path has the name that DCP gives it.
+saved state, as far as the metadata records the path of each value. A value without a recorded path
+has DCP's name.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ _MOST_STEPS = 10_000_000_000
 # `^blocks\.0\.weight$`: DeepSpeed writes one for each parameter, which must not be tried for each.
 _LITERAL = re.compile(r"\^((?:[\w/-]|\\[^\w])*)\$")
 _REPEAT, _CHOICE = re.compile(r"(?<!\()[*+{?]"), re.compile(r"\|")
-# Repeats of groups, which can contain repeats; what refers to groups; comments and spaces without
+# Repeats of groups, which can contain repeats; references to groups; comments and spaces without
 # a meaning, which would hide them.
 _NESTED = re.compile(r"\)[*+{?]|\\[1-9]|\(\?P=|\(\?#|\(\?[A-Za-z]*x")
 
@@ -79,7 +79,7 @@ def _steps(pattern: str, length: int) -> int:
 
 
 def _without_escapes(pattern: str) -> str:
-    """A pattern in which all that has a meaning has no backslash, but references to groups."""
+    """A pattern without escaped characters; references to groups keep their backslash."""
     return re.sub(r"\\[^1-9]", "-", pattern, flags=re.DOTALL)
 
 

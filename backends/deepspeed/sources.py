@@ -51,7 +51,7 @@ def whole(source: TensorSource) -> MergedArray:
 
 
 def widened(array: MergedArray) -> MergedArray:
-    """An array of 16 bits in float32, which is exact; others as they are."""
+    """An array of 16 bits in float32, which is exact; others unchanged."""
     narrow = dtype_from_name(array.dtype).itemsize == 2 and array.dtype in ("float16", "bfloat16")
     return array.converted(FLOAT32) if narrow else array
 

@@ -325,7 +325,7 @@ def common_values(state: Mapping[Any, Any]) -> dict[Any, Any]:
 
 
 def _loss_scaler(scaler: Any) -> Any:
-    """The fields of a loss scaler; anything else as it is."""
+    """The fields of a loss scaler; anything else unchanged."""
     is_scaler = isinstance(scaler, PickledObject) and scaler.name.startswith(_SCALERS)
     return scaler.state if is_scaler and isinstance(scaler.state, dict) else scaler
 

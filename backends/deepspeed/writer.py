@@ -63,8 +63,8 @@ class UniversalWriter:
 
     Arguments:
         template: a local folder with a universal checkpoint of the same model, as `ds_to_universal`
-            makes them: the model files, the optimizer's settings and how tensor-parallel ranks of
-            Megatron's kind share parameters are copied from it. None to make them.
+            makes them: the model files, the optimizer's settings and the sharing of parameters
+            among Megatron's tensor-parallel ranks are copied from it. None to make them.
         untrained: whether to write buffers and frozen parameters, which DeepSpeed does not load
             from such a folder.
     """

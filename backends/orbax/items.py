@@ -78,7 +78,7 @@ class Located:
         is_scalar: whether it is a number.
         is_numpy: whether it was an array of NumPy.
         layout: how it was sharded; None if that is not recorded.
-        sharding: the same, as it is recorded.
+        sharding: the same, as recorded.
         prng: as of `ArrayEntry`.
     """
 

@@ -3,9 +3,9 @@ unickpt.integrations.keras saved.
 
 Sources: keras/src/callbacks/orbax_checkpoint.py, src/saving/saving_api.py, `Model.get_state_tree`
 and `set_state_tree`, which silently skips variables that it does not find: a variable must be in
-the group, trained or not trained, in which the model has it. As unickpt.integrations.keras stores
-the state, all variables are one group, so that it does not matter at a load which layers are
-frozen; which ones were trained is noted in the metadata.
+the group, trained or not trained, where the model has it. As unickpt.integrations.keras stores the
+state, all variables are one group, so that it does not matter at a load which layers are frozen;
+which ones were trained is noted in the metadata.
 """
 
 from __future__ import annotations

@@ -66,8 +66,7 @@ class HuggingFaceWriter:
 
     Arguments:
         max_shard_size: of a file, in bytes; or as a text, such as "5GB".
-        dtype: to which arrays of floating-point numbers are cast, such as "bfloat16"; None keeps
-            each as it is.
+        dtype: floating-point arrays are cast to it, such as "bfloat16"; None keeps each unchanged.
         config: a folder whose other files (configuration, tokenizer, ...) are copied; in
             `config.json`, the dtype is that of the cast.
     """

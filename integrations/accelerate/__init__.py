@@ -69,7 +69,7 @@ def save_state(
         save_model_func_kwargs: none; with DeepSpeed `exclude_frozen_parameters`.
 
     Returns:
-        What was saved.
+        The save's report.
 
     Raises:
         ValueError, TypeError: an argument or a setting cannot be honoured; names it.
@@ -134,7 +134,7 @@ def load_state(
     """Loads a checkpoint of `save_state` into the objects of an accelerator, on any number of
     processes; and one of `Accelerator.save_state` itself, as `Accelerator.load_state` does.
 
-    All processes call this. The generators of a process without a counterpart stay as they are.
+    All processes call this. The generators of a process without a counterpart stay unchanged.
 
     Arguments:
         accelerator: has prepared as many models, optimizers, ..., in the same order.

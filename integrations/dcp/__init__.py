@@ -122,7 +122,7 @@ def save(
         use_collectives: of no effect: no collectives are used. All ranks must call this.
 
     Returns:
-        What was saved. `StorageReader(path).read_metadata()` gives torch's `Metadata`.
+        The save's report. `StorageReader(path).read_metadata()` gives torch's `Metadata`.
 
     Raises:
         ValueError, TypeError: an argument cannot be honoured; names it.

@@ -412,8 +412,8 @@ def portable(state: Any) -> Any:
 
 
 def with_stored_lists(state: Any, node: Node | Leaf | None, values: ValuesByName) -> Any:
-    """A state dict to load into, in which lists of values have the length that is stored, and an
-    `io.BytesIO` is bytes.
+    """A state dict to load into: lists of values have the stored length, and an `io.BytesIO` is
+    bytes.
 
     To DCP such a list is one item, which a load replaces as a whole.
 

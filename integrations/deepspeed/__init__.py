@@ -287,7 +287,7 @@ class EngineCheckpoints:
         Arguments:
             load_dir: a local path or a URL.
             tag: the checkpoint below it; by default the one that `load_dir/latest` names.
-            load_module_strict: False: weights that are not stored stay as they are.
+            load_module_strict: False: weights that are not stored stay unchanged.
             load_optimizer_states: False: only the weights, in full precision.
             load_lr_scheduler_states: whether to load the learning rate's schedule.
             load_module_only: only the weights; nothing else of the engine changes.

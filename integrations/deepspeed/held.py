@@ -49,7 +49,7 @@ class Updated:
         masters: the tensor: of whole parameters or parts of them, one-dimensional if of several.
         state: the optimizer's, by slot; empty before the first step. New slots can be added.
         group: the optimizer's group that it belongs to.
-        ranges: by parameter; parameters of which this process has nothing have an empty one.
+        ranges: by parameter; parameters without elements on this process have an empty one.
     """
 
     masters: torch.Tensor
@@ -92,7 +92,7 @@ class EngineParts:
         stage: of ZeRO, in effect: BF16_Optimizer is 1.
         base: the optimizer whose `step` changes the masters; None without one.
         updated: the tensors that it updates.
-        whole: whether each of them has whole parameters, which all data-parallel ranks have alike.
+        whole: whether each of them has whole parameters, equal on all data-parallel ranks.
     """
 
     engine: Any

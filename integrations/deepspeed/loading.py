@@ -64,7 +64,7 @@ class EngineLoad:
     tree: Leaves = field(default_factory=dict)
     _entries: Mapping[str, ArrayEntry] = field(init=False)
     derived: bool = field(default=False, init=False)
-    """Whether the weights must be made of the masters after `run`, by rounding them."""
+    """Whether the weights must be derived from the masters after `run`, by rounding them."""
     _new: dict[Updated, dict[str, torch.Tensor]] = field(default_factory=dict)
     _counts: dict[Updated, dict[str, dict[str, torch.Tensor]]] = field(default_factory=dict)
 

@@ -198,7 +198,7 @@ class Placing:
         local = shape_of(param)
         is_owner = not getattr(param, PIPE_REPLICATED, False)
         if self._rules is None or not self._rules.known:
-            # Where rules are needed, nothing tells how to put the parts of ranks together.
+            # Where rules are needed, no file records how to put the parts of ranks together.
             name = name if self._rules is None else f"{name}@{self.grid.tp}"
             piece = [LiveRankPiece(Box.whole(local), self.grid.tp, 0, row_major(local))]
             return ParameterPlace(name, local, local, piece, piece if is_owner else ())

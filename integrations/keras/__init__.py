@@ -186,9 +186,9 @@ class UnickptCheckpoint(MonitorCallback):
             at the end of `fit`.
         save_weights_only: leave out the optimizer and the metrics.
         resume: when `fit` begins, load the newest step of the directory, if there is one, and
-            resume after it: with the next epoch, or within an epoch, whose finished batches are
-            drawn and not trained on. If there are only steps of `OrbaxCheckpoint`, the newest of
-            them, with the same `save_freq`.
+            resume after it: with the next epoch, or within an epoch. Finished batches of that epoch
+            are drawn and not trained on. If there are only steps of `OrbaxCheckpoint`, the newest
+            of them, with the same `save_freq`.
         options: see `SaveOptions`.
 
     Raises:

@@ -136,7 +136,7 @@ def _is_seed(variable: Any) -> bool:
 
 
 def _stored(variable: Any) -> Any:
-    """A variable's array, alike on all backends.
+    """A variable's array, in the same form on all backends.
 
     Seeds are unsigned; torch, which has no such arithmetic, gives Keras their bits as int32.
     """

@@ -254,9 +254,10 @@ class Saves:
 def must_wait(path: str) -> bool:
     """Whether Lightning would miss a checkpoint that is still being saved when it continues.
 
-    So it would outside of training, at whose end saves are waited for; before SLURM restarts the
-    job; and with a `ModelCheckpoint` that makes links at once, or that checks which of its fixed
-    names are taken. Plugins do not get the `Trainer`: it is found as their caller.
+    So it would outside of training, since only the end of training waits for saves; and before
+    SLURM restarts the job. The same holds with a `ModelCheckpoint` that makes links at once, or
+    that checks which of its fixed names are taken. Plugins do not get the `Trainer`: it is found as
+    their caller.
     """
     name = os.path.basename(path)
     if name.startswith("hpc_ckpt_"):
@@ -278,7 +279,7 @@ def check_last_can_be_saved(loaded: Mapping[str, Any]) -> None:
     plugin wrote. Files are never overwritten, so the first save would end the job.
 
     Arguments:
-        loaded: what the job resumes from.
+        loaded: the checkpoint that the job resumes from.
 
     Raises:
         CheckpointExists: names the file.

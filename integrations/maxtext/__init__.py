@@ -33,7 +33,7 @@ def install(
 ) -> None:
     """From here on, Orbax stores MaxText's states in unickpt's format.
 
-    MaxText's functions and Orbax's managers stay as they are; only the handler of the item `items`
+    MaxText's functions and Orbax's managers stay unchanged; only the handler of the item `items`
     is ours. Steps that Orbax's own handler saved are loaded as before. Call it before the loop
     begins; a second call replaces the options.
 

@@ -20,7 +20,7 @@ from unickpt.integrations.megatron.objects import stored_form
 
 COMMON = "common.pt"
 COMMON_KEY = "common_state"
-"""The key of the `ShardedObject` in which later versions of Megatron hand it over."""
+"""The key of the `ShardedObject` with its content in later versions of Megatron."""
 _DIGEST = "unickpt_common"
 """The key of its digest."""
 

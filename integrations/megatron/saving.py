@@ -34,12 +34,12 @@ class SaveStrategy(megatron_torch.TorchDistSaveShardedStrategy):  # as Megatron 
     """Saves into a checkpoint of unickpt: `dist_checkpointing.save(state, folder, SaveStrategy())`.
 
     Of each replica it is Megatron's main one that is written; within
-    `FullyParallelSaveStrategyWrapper`, as ever, data-parallel ranks share the writing.
+    `FullyParallelSaveStrategyWrapper`, as usual, data-parallel ranks share the writing.
 
     Arguments:
         optimizer: Megatron's, or None. With it, the state of a distributed optimizer in flat
-            buckets (dp_reshardable) is stored by the parameters' names, in their shapes; and
-            tensors that its steps change may be copied in the background, as with
+            buckets (dp_reshardable) is stored by the parameters' names, in their shapes. Tensors
+            that its steps change may be copied in the background, as with
             `unickpt.Checkpointer(optimizers=...)`, because its next step waits for that.
         options: see `unickpt.SaveOptions`. `staging="lazy"` needs `optimizer`.
         metadata: the job's argument of the model's `sharded_state_dict(metadata=...)`, if that
@@ -221,4 +221,4 @@ def _request_class(async_strategy: str) -> Any:
 
 
 def _keep(strategy: SaveStrategy) -> None:
-    """Nothing: who refers to this refers to the strategy, whose fence must stay until then."""
+    """Nothing: a reference to this also keeps the strategy, whose fence must stay until then."""

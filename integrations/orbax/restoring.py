@@ -267,7 +267,7 @@ def _none_if_empty(leaf: Any) -> Any:
 
 
 def _in_words_of_orbax(error: LoadMismatch) -> LoadMismatch:
-    """An error that begins as Orbax's, for which programs look, if the trees differ."""
+    """An error that begins like Orbax's, which programs match, if the trees differ."""
     message = str(error)
     if "\nmissing: " not in message and "\nunexpected: " not in message:
         return error

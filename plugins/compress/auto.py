@@ -1,10 +1,10 @@
 """`compression="auto"`: which arrays are stored compressed, and in which form their chunks are
 stored.
 
-Each process compresses a sample of the first chunk that it writes of an array. Whether the array
-is compressed is decided only when all have written (`Auto.settle`), without any waiting: a chunk
-that is not compressed is a Blosc frame too, of the raw bytes behind a header of 16 bytes. If no
-process compressed any chunk of the array, it is stored raw, without these headers.
+Each process compresses a sample of the first chunk that it writes of an array. Whether the array is
+compressed is decided only when all have written (`Auto.settle`), without any waiting. An
+uncompressed chunk is a Blosc frame too: a header of 16 bytes, then the raw bytes. If no process
+compressed any chunk of the array, it is stored raw, without these headers.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class Auto(EncodingPolicy):
         stored: Callable[[str], tuple[Column, Column]],
         notes: Sequence[tuple[Sequence[str], Any]],
     ) -> Mapping[str, Settled]:
-        """The arrays that are stored raw after all; see `EncodingPolicy`."""
+        """The arrays that turn out to be stored raw; see `EncodingPolicy`."""
         followed: dict[str, set[bool]] = {}
         for names, note in notes:
             for number, is_compressed in note["follows"].items():

@@ -3,7 +3,7 @@
 Every Blosc reads them: the format is that of c-blosc 1, `README_HEADER.rst` there. None writes them
 so fast: c-blosc hands zstd a whole block, at levels that search for repetitions, which weights do
 not have. Here each plane of a block is a stream of its own, where zstd codes little but byte
-frequencies, and planes without a pattern, as the low bits of a mantissa, are stored.
+frequencies. Planes without a pattern, as the low bits of a mantissa, are stored.
 """
 
 from __future__ import annotations

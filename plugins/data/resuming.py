@@ -125,7 +125,7 @@ class Resumable(ABC):
     def __init__(self, ranks: Ranks | None) -> None:
         self.ranks = Ranks.of_job() if ranks is None else ranks
         self._ahead: tuple[int, Future[EncodedValue]] | None = None
-        """The step whose state a thread collects, and what it collects."""
+        """The step whose state a thread collects, and the result."""
 
     @abstractmethod
     def collect(self) -> tuple[Mapping[str, Any], Mapping[str, Any]]:

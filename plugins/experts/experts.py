@@ -63,7 +63,7 @@ class Experts(SaveFeature):
             )
 
     def check(self, arrays: Iterable[str]) -> None:
-        """Refuses a save outside of a run, which would write all experts without a word."""
+        """Refuses a save outside of a run, which would silently write all experts."""
         raise UnsupportedLeaf(
             "experts take turns over the steps of a run: give Experts to a Checkpointer "
             "(experts=...), not to a single save"

@@ -49,7 +49,7 @@ class RouterTokens(SeenBefore):
                 `nnx.capture(nnx.Intermediate)`.
 
         Raises:
-            ValueError: nothing matches, or it is not what it should be.
+            ValueError: nothing matches, or a match has the wrong type or shape.
         """
         has_match = False
         for path, leaf in jax.tree_util.tree_leaves_with_path(intermediates):

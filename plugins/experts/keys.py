@@ -112,7 +112,7 @@ class ExpertKeys:
         Raises:
             ValueError: two keys match it.
         """
-        # Each save of a run asks again, in the call.
+        # Each save of a run looks names up again, in the call.
         facts, units = self._cache.get(name, (None, None))
         if facts != (tuple(shape), layout):
             units = self._find(name, shape, layout)

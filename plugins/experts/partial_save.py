@@ -126,7 +126,7 @@ def _arrays_with_experts(index: Index, keys: ExpertKeys) -> dict[str, ArrayUnits
 
 @dataclass(frozen=True)
 class Chosen:
-    """What a save does with experts.
+    """The part of a save that handles experts.
 
     Arguments:
         index: of this process's state.

@@ -1,7 +1,7 @@
 """Partial experts: which experts of a mixture of experts a save writes, and the record of all.
 
 The idea, and the measure of lost tokens, are those of MoC-System (Cai et al., arXiv 2408.04307):
-the experts take turns, and a restart loses what those learned that were not saved last.
+the experts take turns, and a restart loses the progress of those that were not saved last.
 """
 
 from __future__ import annotations
@@ -102,9 +102,9 @@ class ExpertRecord:
     def restarted(self, budget: float | None) -> ExpertRecord:
         """The record of a run that resumes from this step.
 
-        If the tokens that this restart lost, lost once more, exceeded the budget, twice as many
-        experts are saved from now on, which about halves what the next restart loses. So the sum
-        of all losses stays near the budget.
+        If another loss as large as this restart's would exceed the budget, twice as many experts
+        are saved from now on, which about halves the loss of the next restart. So the sum of all
+        losses stays near the budget.
 
         Arguments:
             budget: the greatest proportion of lost tokens; None for any.
@@ -233,7 +233,7 @@ def most_lost(facts: ExpertFacts) -> list[int]:
 
 
 def _in_turn(experts: Sequence[int], steps: Mapping[int, int]) -> list[int]:
-    """All experts, the oldest first; those of one step in the order in which they had it."""
+    """All experts, the oldest first; those of one step in the order of their turns."""
     oldest = min(steps.values(), default=0)
     first = 0  # after the last one, the turn goes back to the first
     for position, number in enumerate(experts):

@@ -1,4 +1,4 @@
-"""Token counts of experts, as they are given to a save."""
+"""Token counts of experts, the argument of a save."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ Writers = Mapping[str, Mapping[int, Mapping[int, int]]]
 
 
 def writers(reader: Reader, arrays: Mapping[str, ArrayUnits]) -> Writers:
-    """Who wrote which experts of a checkpoint.
+    """The processes that wrote the experts of a checkpoint.
 
     Arguments:
         reader: of the checkpoint.
@@ -108,7 +108,7 @@ def _main(written: Mapping[int, int]) -> int:
 
 
 def _alternating(experts: Sequence[int], writer: Mapping[int, int]) -> tuple[int, ...]:
-    """Experts in an order in which their processes alternate."""
+    """Experts in an order where their processes alternate."""
     experts_by_process: dict[int, list[int]] = {}
     for number in experts:
         experts_by_process.setdefault(writer[number], []).append(number)

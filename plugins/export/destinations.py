@@ -44,7 +44,7 @@ _MOST_OBJECT = 5 << 30  # of one request to S3
 # An object is in memory up to three times: its parts, these in one, and TensorStore's copy.
 # That may take half of the budget.
 _SHARE_OF_OBJECT = 6
-_LOCK_S = 60.0  # of what takes moments
+_LOCK_S = 60.0  # for operations that take moments
 _MOST_NAME_BYTES = 255  # of a file or folder, on all common file systems
 _LEASE = ".exporting"
 _WAIT = "wait for it, or choose another path. One that was killed is noticed within a minute"
@@ -98,7 +98,7 @@ class ExportDestination(ABC):
         """Refuses a destination that is in use; called by one process before all others write.
 
         Arguments:
-            overwrite: whether a checkpoint that is there will be replaced.
+            overwrite: whether an existing checkpoint will be replaced.
 
         Raises:
             CheckpointExists: something is there that must stay.

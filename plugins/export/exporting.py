@@ -68,7 +68,7 @@ def export(
         path: of the destination.
         writer: plans the files of the format.
         options: as for `save`; `budget_bytes`, `fsync`, `timeout_s` and `group` count.
-        overwrite: whether to replace a checkpoint that is there.
+        overwrite: whether to replace an existing checkpoint.
         verify: whether to read the written files back, and to compare them with the source.
 
     Raises:
@@ -179,7 +179,7 @@ def _parts_text(view: View, source: str) -> str:
 
 
 def _parts_of_arrays(index: Index) -> Counter[str]:
-    """The largest containers in which all leaves are arrays, and how many these are."""
+    """The largest containers whose leaves are all arrays, and their numbers of arrays."""
     mixed = {part for name in (*index.values, *index.per_process) for part in _containers(name)}
     parts = (next((p for p in _containers(n) if p not in mixed), None) for n in index.entries)
     return Counter(part for part in parts if part is not None)

@@ -107,7 +107,7 @@ class ExportJob:
         """Writes everything; returns when the checkpoint exists.
 
         Arguments:
-            overwrite: whether to replace a checkpoint that is there.
+            overwrite: whether to replace an existing checkpoint.
             verify: checks this process's part of the written files, before they replace anything
                 where that is possible. If it raises, none of them remains.
 
@@ -309,7 +309,7 @@ class ExportJob:
             write(offset, memoryview(text))
         if file.ending is not None:
             every = []
-            for number in range(len(file.data)):  # what processes wrote, one after the other
+            for number in range(len(file.data)):  # the processes' parts, one after the other
                 parts = (of_process[number] for of_process in sums if number in of_process)
                 every.append(functools.reduce(lambda crc, x: combined_crc32(crc, *x), parts, 0))
             for offset, text in file.ending(every).items():

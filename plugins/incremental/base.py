@@ -71,7 +71,7 @@ class How:
         compare: whether the bytes of chunks are compared, not only their digests.
         patch: whether only changed elements of a chunk are written, where they are few.
         budget_bytes: host memory for that.
-        kept_cost: what it costs to keep a byte, see `Growth`.
+        kept_cost: the cost of keeping a byte, see `Growth`.
         chained: whether chunks may be borrowed from several checkpoints, those of experts that take
             turns; with patches they are in any case.
         encoder: chooses how arrays of the save are stored, if that is not decided before.
@@ -90,7 +90,7 @@ def open_base(location: Location, save: WritingSave, how: How, *, needed: bool) 
 
     Arguments:
         location: of the base.
-        save: what is known of it.
+        save: facts about it.
         how: the handling of chunks.
         needed: whether the save needs it in any case: chunks that cannot be shared are copied then.
 
@@ -176,8 +176,8 @@ class Base:
             requested: others, which are taken whatever they hold.
 
         Returns:
-            Those of `requested` that `take_spans` takes; of the others, each chunk is as if it were
-            among `chunks`.
+            Those of `requested` that `take_spans` takes; chunks of the others count as if they were
+            in `chunks`.
         """
         if self.share is None:
             return Spans.none()

@@ -73,8 +73,8 @@ class Growth:
 
         The mean cost of all saves since the last full one, that one included, falls as long as the
         next save costs less than it; then beginning again gives the lowest mean. Patches refer to
-        states of different age, so that the written bytes go up and down: the mean of all so far
-        predicts them best, and the last value predicts the kept bytes.
+        states of different age, so the written bytes go up and down: the mean of all so far
+        predicts them best. The last value predicts the kept bytes.
 
         Arguments:
             kept_cost: the cost of keeping a byte until the next save, if writing it costs 1.

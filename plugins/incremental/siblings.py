@@ -106,6 +106,6 @@ class Siblings:
 
 
 Share = LinkedFiles | Siblings
-"""How a checkpoint refers to chunks of its base. What stays alive for them, a *unit*, stays as a
+"""How a checkpoint refers to chunks of its base. The files that stay alive for them, *units*, stay
 whole. Both find where chunks are, say who has all of a run of chunks, how large a unit is and
 whether its last value is there, and refer to values."""

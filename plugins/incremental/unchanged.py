@@ -81,7 +81,7 @@ def _rows(what: Any) -> Array | None:
 
 @dataclass(frozen=True)
 class SeenState:
-    """The arrays of a save, which show the next one what did not change.
+    """The arrays of a save, which show the next one the unchanged arrays.
 
     Arguments:
         url, attempt: identify the checkpoint.

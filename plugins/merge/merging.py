@@ -101,9 +101,9 @@ def merge(
         last: how many of the newest steps of a run to merge, from the oldest to the newest.
         rules: map the names and axes of the sources and the base to those of the destination:
             `Rules` for all of them, or a list with `Rules` or None for each.
-        integers: what to do with integers, bools, PRNG keys and counts (scalars that are whole
-            numbers in all sources), which are not merged: "equal" takes them if they are the same
-            in all sources, and refuses the merge otherwise; "last" takes those of the last source.
+        integers: how to treat integers, bools, PRNG keys and counts (scalars that are whole numbers
+            in all sources), which are not merged. "equal" takes them if they are the same in all
+            sources, and refuses the merge otherwise; "last" takes those of the last source.
         allow_nonfinite: whether sources may have NaN and infinite elements. Methods that need facts
             about whole arrays or drop elements never allow them.
         overwrite: as for `save`.

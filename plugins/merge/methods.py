@@ -220,8 +220,8 @@ class Search(Method):
         trials: how many at most.
         low, high: bounds of each weight.
         choose: which trial becomes the result, of those on the front, with their `weights` and
-            `scores`; by default the one that is nearest to the best of each task, where each task's
-            range on the front counts as 1, and the task counts in which it is farthest.
+            `scores`; by default the one whose largest distance to the best of any task is smallest;
+            each task's range on the front counts as 1.
         log: a local file in which each trial is kept: a search that was stopped, and is called
             again with the same arguments, resumes there.
         scratch: a path or URL below which trials are written, and removed at the end; by default

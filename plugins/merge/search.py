@@ -134,8 +134,8 @@ def pareto_front(trials: Sequence[Trial], better: Mapping[str, str]) -> tuple[in
 
 
 def balanced(trials: Sequence[Trial], better: Mapping[str, str], front: Sequence[int]) -> int:
-    """The trial of a front that is nearest to the best of each task, where each task's range on the
-    front counts as 1, and the task counts in which it is farthest."""
+    """The trial of a front whose largest distance to the best of any task is smallest; each task's
+    range on the front counts as 1."""
     costs = {number: _costs(trials[number], better) for number in front}
     best, worst = (list(map(f, zip(*costs.values(), strict=True))) for f in (min, max))
 

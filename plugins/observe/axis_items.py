@@ -1,8 +1,8 @@
 """Axes: the dimensions of arrays as products and sums, from blocks of elements.
 
-The places of a block along a dimension are an offset and digits with strides. Where all blocks of
-an array have a digit in common, outermost or innermost, it is an axis of all of them; where they
-lie one after the other, they are the pieces of a sum; where nothing lies, there is padding.
+The places of a block along a dimension are an offset and digits with strides. A digit that all
+blocks of an array share, outermost or innermost, is an axis of all of them. Consecutive blocks are
+the pieces of a sum. Gaps are padding.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Codes: identify the input and position of each element of an output, by runs on known numbers.
 
 Every element of the inputs has a number of its own. It is written in digits small enough for the
-dtype to hold exactly, one digit in each run, in an order that looks random: a converter that
-sorts, or looks for a maximum, shall not find anything tidy. Three further numbers of the first
+dtype to hold exactly, one digit in each run, in an order that looks random, so that a converter
+that sorts, or searches for a maximum, finds no regular pattern. Three further numbers of the first
 digit `d`, as `d`, `2 d` and `d + K`, tell the scale `s` and the offset `c` of `s x + c`.
 """
 

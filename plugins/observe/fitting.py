@@ -64,7 +64,7 @@ class Draft:
     Arguments:
         left: terms.
         right: for each array all of its names.
-        is_whole: whether each is one array that stays as it is.
+        is_whole: whether each is one array that stays unchanged.
         shape: of that array.
     """
 

@@ -217,7 +217,7 @@ def _as_one(members: Sequence[Written], overlaps: LineOverlaps, group: int) -> W
         for (term, place), values in columns.items()
         if isinstance(terms[term].name[place], str)
     }
-    # Captures that must be told their values, lest names of other forms match.
+    # Captures whose values must be written, so that names of other forms do not match.
     narrow = {
         variable
         for values in overlaps.restricted(group, plain)

@@ -86,8 +86,8 @@ class Written:
         sizes: of axes; those that follow from shapes of both sides end with `?`.
         nothing: `drop` or a constant, on the side that has no term.
         order: where the rule stands in the file.
-        shape: sizes of all axes, or of an array that stays as it is: numbers become axes only where
-            it is the same.
+        shape: sizes of all axes, or of an array that stays unchanged: numbers become axes only
+            where it is the same.
         parts: of a merged rule, the rules that it stands for.
     """
 
@@ -174,7 +174,7 @@ class _AxisNames:
             self._names[id(axis)] = letter
 
     def _name_numbers(self, term: Term, alone: bool) -> None:
-        """Axes in names are called after the word before them."""
+        """Axes in names get the name of the word before them."""
         before = ""
         for item in term.name:
             if isinstance(item, str):
@@ -262,7 +262,8 @@ class _AxisNames:
                     sizes |= {self._names[id(leaf)]: leaf.extent for leaf in leaves}
 
     def _sizes_of(self, terms: Sequence[Term], alone: set[int], sizes: dict[str, int]) -> None:
-        """Adds the sizes of dimensions that nothing else tells, but that of the largest axis."""
+        """Adds the sizes of dimensions that follow from nothing else, except that of the largest
+        axis."""
         for term in terms:
             for items in term.dims:
                 self._sizes_of_dim(items, alone, sizes)

@@ -181,7 +181,7 @@ def solutions(
 
     Arguments:
         known_formulas: the formulas.
-        numbers: the number at each place of the names, for all of these, and what it should be.
+        numbers: the number at each place of the names, for all of these, and its expected value.
     """
     places = sorted(numbers, key=lambda place: len(place[0].terms))
     count = len(places[0][1]) if places else 0

@@ -28,7 +28,7 @@ result."""
 
 _MERGING = (True, True, True), (False, True, True), (False, False, True), (False, False, False)
 """Whether rules that differ in phrases, words and numbers are merged; those in phrases only if all
-that this makes is right, as taking it apart makes more rules than there were without."""
+merged rules are right, since splitting them makes more rules than not merging."""
 
 
 def observe(

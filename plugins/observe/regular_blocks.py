@@ -60,8 +60,8 @@ def blocks_of(rows: Array, left: int) -> list[Block]:
 def combined(blocks: list[Block]) -> list[Block]:
     """Blocks, where those that repeat at regular distances on both sides are merged into one.
 
-    Of heads that each have a query, a key and a value, there is one block for each head and kind
-    at first, and then one for each kind, if that is how the other side has them.
+    Heads that each have a query, a key and a value begin as one block for each head and kind. They
+    become one for each kind, if the other side has them so.
     """
     current = list(blocks)
     while True:

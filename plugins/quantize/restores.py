@@ -23,9 +23,9 @@ class Restores:
     """In `SaveOptions.quantize`: as few bits as a number of restores allows, by Check-N-Run's
     rule for embedding tables.
 
-    Up to 1 restore 2 bits, up to 3 3 bits, up to 20 4 bits, else 8 bits. `Checkpointer` counts
-    how often the run went on from a step that was saved so, also over many jobs, and stores 8 bits
-    after more than `expected`; the count is in the metadata of each step, under
+    Up to 1 restore 2 bits, up to 3 3 bits, up to 20 4 bits, else 8 bits. `Checkpointer` counts how
+    often the run resumed from a step that was saved so, also over many jobs, and stores 8 bits
+    after more than `expected`. The count is in the metadata of each step, under
     `["unickpt"]["restores"]`. A plain `save` does not count.
 
     Arguments:

@@ -1,9 +1,9 @@
 """The range that codes of a block cover: shrunk where that lessens the error.
 
-The adaptive asymmetric quantisation of Check-N-Run (arXiv 2010.08679): beginning with the smallest
-and the largest element, the range is shrunk step by step, each time on the side where the error is
-smaller then; the best range of all is taken. Few large elements are stored less exactly for it, and
-all others more.
+The adaptive asymmetric quantisation of Check-N-Run (arXiv 2010.08679): from the smallest and the
+largest element, the range is shrunk step by step, each time on the side that gives the smaller
+error. The best range of all is taken. Few large elements are stored less exactly for it, and all
+others more.
 """
 
 from __future__ import annotations

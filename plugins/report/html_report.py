@@ -36,9 +36,9 @@ def report(
 ) -> Path:
     """Writes a page about a run, or about one checkpoint.
 
-    The page is one file that needs no network. It shows the steps of a run, what each of them
-    shares with others, and how long it took; of the newest steps, the phases of each process, and
-    which were slow; and the arrays of the newest step with their layouts. It reads no arrays.
+    The page is one file that needs no network. It shows the steps of a run, their shared bytes and
+    durations. Of the newest steps it shows the phases of each process, and which were slow; of the
+    newest one the arrays with their layouts. It reads no arrays.
 
     Arguments:
         path: of a checkpoint, or of a folder of checkpoints.
@@ -79,7 +79,7 @@ def page(data: dict[str, Any]) -> str:
     """The page of the data of `collect_page_data`.
 
     Nothing in the data can become markup or script: it is JSON without `<`, which the script puts
-    into the page as text; and the page's policy allows this script and these styles alone.
+    into the page as text. The page's policy allows this script and these styles alone.
     """
     folder = resources.files("unickpt.plugins.report") / "page"
     parts = [(folder / f"{name}.js").read_text("utf-8") for name in SCRIPTS]

@@ -19,7 +19,7 @@ class ReportedSave:
 
     Arguments:
         asked: when it was made, in seconds since 1970.
-        waited: seconds for which the loop waited.
+        waited: seconds that the loop waited.
         is_told: whether a line of metrics records it; else `asked` is known to the second.
     """
 
@@ -33,7 +33,7 @@ class LoopCost:
     """The cost of saving for the loop, from the call of the first save to that of the last.
 
     Arguments:
-        waited: seconds for which the loop waited in that time, by all saves that are known.
+        waited: seconds that the loop waited in that time, for all known saves.
         total: seconds of that time.
         is_least: whether there may have been more saves, which were removed since.
     """

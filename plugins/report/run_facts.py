@@ -40,7 +40,7 @@ class Durations:
         merged: until process 0 had merged their records. Then it committed.
         blocked: the longest that a process's call blocked its caller; None if the calls returned
             only after the save.
-        slowest: the process for which all others waited.
+        slowest: the process that all others waited for.
     """
 
     done: float

@@ -52,7 +52,8 @@ def open(files: Files, hints: Mapping[str, Any]) -> Reader | None:
     Raises:
         CheckpointCorrupt: see `backends.dcp.reader.open`; or `metadata.json` or `common.pt` is
             missing or damaged.
-        UnsupportedFormat: another format of Megatron, or what DCP's reader does not support.
+        UnsupportedFormat: another format of Megatron, or features that DCP's reader does not
+            support.
         StorageError: the storage failed.
     """
     with reading(files.location):
