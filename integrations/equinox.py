@@ -1,4 +1,4 @@
-"""Checkpoints of Equinox models, and of all pytrees with arrays and other things in them.
+"""Checkpoints of Equinox models, and of all pytrees with arrays and other leaves.
 
     from unickpt.integrations import equinox as checkpoint
 
@@ -190,7 +190,7 @@ def _noted(value: Any, path: tuple[Key, ...]) -> Iterator[tuple[str, str]]:
 
 
 def _text(value: Any) -> str | None:
-    """A text that is the same for equal settings; None of functions and of unknown objects."""
+    """A text that is equal for equal settings; None for functions and unknown objects."""
     dtype = value if isinstance(value, np.dtype) else getattr(value, "dtype", None)
     if value is None or type(value) in _PLAIN or isinstance(value, np.generic):
         return repr(value)

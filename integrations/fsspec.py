@@ -64,7 +64,7 @@ class MirroredCheckpointer(Checkpointer):
     """A `unickpt.Checkpointer` whose steps are also copied to another storage, by fsspec.
 
     Process 0 copies each step after its commit, in the background. A copy is read back and compared
-    before its manifest appears, so a step is there whole, or it is not. A step is not removed from
+    before its manifest appears, so a step is there whole or not at all. A step is not removed from
     `root` before it was copied. Steps that an earlier job did not copy are copied after the first
     save. Errors of a copy are raised by the next `save`, `wait` or `close`, else the program exits
     with status 1; the copy is tried again after the next save.
@@ -266,7 +266,7 @@ class StepsFolder:
     every storage writes a file at once; and removed first.
 
     Arguments:
-        url: as fsspec has them.
+        url: of fsspec.
         options: for its file system.
 
     Raises:
@@ -435,7 +435,7 @@ class StepsFolder:
                     return
 
     def _publish(self, step: int, manifest: bytes, files: Mapping[str, int]) -> None:
-        """Makes the step appear, then looks whether it is still all there."""
+        """Makes the step appear, then checks that it is still complete."""
         folder = self._at(step)
         self._fs.pipe_file(f"{folder}/{MANIFEST}.partial", manifest)
         if bytes(self._fs.cat_file(f"{folder}/{MANIFEST}.partial")) != manifest:
@@ -446,7 +446,7 @@ class StepsFolder:
             raise errors.StorageError(f"{folder}: another job changed it during the copy")
 
     def _sizes(self, step: int) -> dict[str, int]:
-        """The sizes of a step's files but the manifest, by name."""
+        """The sizes of a step's files except the manifest, by name."""
         files = self._fs.find(f"{self._at(step)}/processes", detail=True)
         start = len(self._at(step)) + 1
         return {name[start:]: int(facts["size"]) for name, facts in files.items()}

@@ -288,7 +288,7 @@ def _is_own_kind(registered: object) -> bool:
 
 
 def _position(dataloader: Any) -> dict[str, Any]:
-    """Where a data loader stands."""
+    """The position of a data loader."""
     sampler = dataloader.get_sampler() if hasattr(dataloader, "get_sampler") else None
     seeded: Any = sampler if isinstance(sampler, SeedableRandomSampler) else None
     stateful = getattr(dataloader, "use_stateful_dataloader", False)
@@ -406,7 +406,7 @@ def _engine_of(accelerator: Accelerator) -> Any:
 
 
 def _own_schedulers(accelerator: Accelerator) -> list[Any]:
-    """Those that the engine does not have itself."""
+    """The objects that the engine does not have itself."""
     from accelerate.utils import DeepSpeedSchedulerWrapper
 
     schedulers = accelerator._schedulers

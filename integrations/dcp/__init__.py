@@ -328,7 +328,7 @@ class SaveFuture(Future[Any]):
 
 
 def _storage(kind: type[T], path: PathLike | None, storage: Any, argument: str, do: str) -> T:
-    """A storage class with the path that is given, and the options of one that is given.
+    """A storage object with the given path, and the options of a given one.
 
     Arguments:
         kind: `StorageWriter` or `StorageReader`.

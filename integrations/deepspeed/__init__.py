@@ -111,8 +111,8 @@ def checkpoints_of(engine: Any) -> EngineCheckpoints:
 
 
 class EngineCheckpoints:
-    """Saves and loads the checkpoints of an engine, without changing it; see `use_unickpt`, whose
-    arguments these are."""
+    """Saves and loads the checkpoints of an engine, without changing it. The arguments are those of
+    `use_unickpt`."""
 
     def __init__(
         self,

@@ -14,11 +14,11 @@ from unickpt.plugins.data.ranks import Ranks
 from unickpt.plugins.data.resuming import Resumable, Saved
 
 _MOST_BLOCKS = 64
-"""Per rank: so that ranks of another number have as much as each other, within a hundredth."""
+"""Per rank, so that another number of ranks have equal shares within a hundredth."""
 
 
 class Buffer(Resumable):
-    """Samples that were read and not used yet, as the token buffer of a loader that packs.
+    """Samples that were read and not used yet, such as the token buffer of a packing loader.
 
     A queue. Saved in blocks of samples; another number of ranks takes turns on the blocks of all,
     and each reads only its own.
@@ -67,7 +67,7 @@ class Buffer(Resumable):
             return self._samples.popleft()
 
     def appendleft(self, sample: Any) -> None:
-        """Puts a sample before the others, as the rest of one that was cut."""
+        """Puts a sample before the others, such as the rest of one that was cut."""
         with self._changing():
             self._samples.appendleft(sample)
 

@@ -1,4 +1,4 @@
-"""Which samples are left when ranks that took turns on one order stop. Pure."""
+"""The samples left when ranks that took turns on one order stop. Pure."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ class Saved:
         return sections
 
     def find(self, key: str, first: int) -> Any:
-        """The section of a key, of whichever rank saved it.
+        """The section of a key, of the rank that saved it.
 
         Arguments:
             key: of the section.

@@ -66,7 +66,7 @@ class Samples(Resumable):
 
     @property
     def epoch(self) -> int:
-        """Of the next batch of this rank."""
+        """The epoch of the next batch of this rank."""
         return next(self._rank_positions()) // self._length
 
     def __iter__(self) -> Iterator[Any]:

@@ -157,7 +157,7 @@ class _Shard:
         return iter(stateful)
 
     def state(self) -> dict[str, Any]:
-        """Where it is."""
+        """Its position."""
         loader: Any = self._loader
         if self._batches is None:
             state = self._state  # as loaded, or None at the start of an epoch

@@ -1,4 +1,4 @@
-"""The base of a save: an earlier checkpoint, whose equal chunks are referred to, not written again.
+"""The base of a save: an earlier checkpoint. Equal chunks refer to it and are not written again.
 
 Each process decides this alone, for the chunks that it would write. In one file system the files
 with such chunks are hard-linked into the new checkpoint's own folder (`linked_files`). Elsewhere
@@ -53,7 +53,7 @@ from unickpt.types import Box
 _log = logging.getLogger("unickpt")
 # The share of a chunk that a patch may take; all patches of a chain take at most as much as it.
 _MOST_OF_CHUNK = 0.5
-# To compare a chunk takes memory for so many of its size: the earlier state, positions, gaps,
+# Comparing a chunk takes memory for so many times its size: the earlier state, positions, gaps,
 # values, a patch.
 _COPIES = 16
 FAULTY = (
@@ -362,7 +362,7 @@ class Base:
         return bool(places) and not any(isinstance(p.at, bytes) and p.of is None for p in places)
 
     def borrow(self, part: Part, number: int) -> Compared | None:
-        """Takes a chunk that may be lent, whatever it holds; None if it must be copied."""
+        """Takes a chunk that may be borrowed, without a comparison; None if it must be copied."""
         candidate = self._candidates.get(part, number)
         assert candidate is not None, "only what may be lent is taken"
         references = self._take(candidate, candidate.places or (), rewrites=False)
@@ -399,7 +399,7 @@ class Base:
         return self._reader.chunk_values.encoded_bytes(entry, part, number)
 
     def read(self, item: WriteItem) -> Array:
-        """Reads a chunk of the save from the base, in whatever chunks it has it.
+        """Reads a chunk of the save from the base, which may have other chunks.
 
         Raises:
             StorageError: the base lacks it, or it cannot be read, or is damaged.

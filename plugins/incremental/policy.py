@@ -48,7 +48,7 @@ class Incremental(ReferencePolicy):
     def skipped(self, save: DescribedSave, before: Any) -> tuple[UnchangedArrays | None, SeenState]:
         """The unchanged arrays, according to `SaveOptions.changed`; see `ReferencePolicy`."""
         assert self._changed is not None, "else there is nothing to skip"
-        # Of a unit, the step before has the state of its last turn, not of the last call.
+        # The step before has the state of a unit's last turn, not of the last call.
         words = unchanged.words_of(self._changed, save.entries, save.units)
         least = max(1, unchanged.LEAST_BYTES)
         large = [name for name in words if save.sources[name].held_bytes >= least]
@@ -63,7 +63,7 @@ class Incremental(ReferencePolicy):
     # --- before it is written ---------------------------------------------------------------------
 
     def open(self, save: WritingSave) -> tuple[BaseChunks | None, Selection | None]:
-        """Opens the base; one that is damaged is none, which is logged. See `ReferencePolicy`."""
+        """Opens the base; a damaged one is logged and not used. See `ReferencePolicy`."""
         selection, skipped = save.selection, save.skipped
         earlier = [] if selection is None else selection.earlier
         how = How(

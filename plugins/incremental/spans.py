@@ -30,7 +30,7 @@ _NOWHERE = -1
 
 
 class Span(NamedTuple):
-    """Chunks of a save that follow each other.
+    """Consecutive chunks of a save.
 
     Arguments:
         entry, part: the array and its part.

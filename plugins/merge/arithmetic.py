@@ -224,7 +224,7 @@ def _saturates_above(dtype: DType) -> float:
 
 
 ElementPieces = Callable[[], Iterator[Sequence[Array]]]
-"""Goes through an array once: its elements in all inputs, one-dimensional, in row-major order, in
+"""Iterates over an array once: its elements in all inputs, one-dimensional, in row-major order, in
 pieces of whole blocks (the last one may be shorter)."""
 _BITS = 16  # of a key that are counted in one pass
 

@@ -1,4 +1,4 @@
-"""merge(): makes one checkpoint of many, within a memory budget, split over processes."""
+"""merge(): makes one checkpoint from many, within a memory budget, split over processes."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def merge(
     options: SaveOptions | None = None,
     progress: Progress = None,
 ) -> MergeReport:
-    """Makes one checkpoint of several, without holding all of any in memory; see docs/merge.md.
+    """Makes one checkpoint from several, without holding a whole one in memory; see docs/merge.md.
 
     Names, structure, dtypes, plain values and all that is not merged come from the last source. In
     a job of several processes (`torch.distributed`, `jax.distributed`), all of them call this with
@@ -364,7 +364,7 @@ class Merger:
         for item in items:
             memory = self.buffers.take(item.nbytes)
             made[item] = memory[: item.nbytes].view(item.dtype).reshape(item.box.shape), memory
-            # One that is larger than the budget is made piece by piece.
+            # A chunk that is larger than the budget is made piece by piece.
             most = max(1, self.budget_bytes // max(1, self._input_bytes(item.entry.name)))
             pieces += [(item, box) for box in cut_box(item.box, most)]
 

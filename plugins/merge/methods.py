@@ -258,7 +258,7 @@ class Search(Method):
         """By task whether "higher" or "lower" scores are better.
 
         Raises:
-            MergeError: `better` does not say it of all.
+            MergeError: `better` lacks a task.
         """
         if isinstance(self.better, str):
             return dict.fromkeys(tasks, self.better)
@@ -284,7 +284,7 @@ def method_of(how: MethodName | Method, parameters: Mapping[str, Any] | None = N
         parameters: if it is a name.
 
     Raises:
-        ValueError, TypeError: there is none of this name, or no such parameter.
+        ValueError, TypeError: there is no method of this name, or no such parameter.
     """
     if isinstance(how, Method):
         return how
