@@ -1,8 +1,8 @@
-"""Data files: values, one after the other, to which the database of a checkpoint refers.
+"""Data files: consecutive values that the database of a checkpoint references.
 
 In a local folder, each piece of a value is hashed and written while it is in the processor's cache:
-saves are faster by a quarter and more (docs/benchmarks.md) than those of TensorStore, which writes
-a value in one go, so that its bytes come from memory once more. Elsewhere, a file is one object.
+saves are faster by a quarter or more (docs/benchmarks.md) than those of TensorStore, which writes a
+whole value at once, so that its bytes are read from memory again. Elsewhere, a file is one object.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ class DataFile(ABC):
     """
 
     path: str
-    """Of the file, below the process's folder; known once it is closed."""
+    """The path of the file, below the process's folder; known once it is closed."""
     is_streamed: bool
     """Whether values are written when they are added; else all of them when it is closed."""
 
     def __init__(self) -> None:
         self.offsets: list[int] = []
-        """Of each value in the file, -1 for those in `inline`."""
+        """The offset of each value in the file, -1 for those in `inline`."""
         self.lengths: list[int] = []
-        """Of each value, in bytes."""
+        """The length of each value in bytes."""
         self.inline: list[bytes] = []
         """The small values."""
         self._end = 0
@@ -55,7 +55,7 @@ class DataFile(ABC):
 
         Arguments:
             value: its bytes.
-            look: called with each piece of it, before that is written.
+            look: called with each piece of it before the piece is written.
 
         Raises:
             Failed: it cannot be written.
@@ -80,7 +80,7 @@ class DataFile(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Writes what is still buffered; the file is then complete, and flushed if requested.
+        """Writes buffered data; the file is then complete, and flushed if requested.
 
         Raises:
             Failed: it cannot be written.
@@ -96,7 +96,7 @@ def new_file(folder: Location, context: ts.Context, piece_bytes: int = PIECE_BYT
 
     Arguments:
         folder: of the process; the folder for data files in it exists.
-        context: of the save; says whether local files are flushed to the disk.
+        context: of the save; determines whether local files are flushed to the disk.
         piece_bytes: how much of a local file is hashed and written at once.
     """
     files = folder.regular_files()
@@ -195,8 +195,8 @@ class _Object(DataFile):
 
 
 def written_in(name: str) -> tuple[float, int] | None:
-    """When an object with values was written, in seconds since 1970, and how many bytes it has,
-    which TensorStore's listings do not say; None if it is no such object.
+    """When an object with values was written, in seconds since 1970, and its size in bytes, which
+    TensorStore's listings do not report; None if it is no such object.
 
     Arguments:
         name: of the object, without its folder.

@@ -27,7 +27,7 @@ from unickpt.storage.ocdbt import DatabaseReader, ReadyResult
 _MOST_BYTES = 128 << 10
 _GAP_BYTES = 4 << 10  # such as zarr metadata
 _MOST_TOGETHER = 512  # the system takes 1,024 pieces of memory at once; half may be gaps
-_PIECE_BYTES = 512 << 10  # which the cache of a core holds until it is hashed
+_PIECE_BYTES = 512 << 10  # the cache of a core holds it until it is hashed
 _MOST_AT_ONCE = 1 << 30  # a system call reads less than 2 GiB
 
 
@@ -50,7 +50,7 @@ class LocalDatabaseReader(ocdbt.DatabaseReader):
         self._files.check(path)
 
     def request_all(self, keys: Sequence[str]) -> dict[str, Future[Any] | ReadyResult]:
-        """Reads values that lie beside each other in a file together."""
+        """Reads neighbouring values of a file together."""
         lengths: dict[str, int] = {}
         with suppress(Failed):
             for leaf, numbers, positions in self.tree.find_all(keys):
@@ -69,8 +69,8 @@ class LocalDatabaseReader(ocdbt.DatabaseReader):
         lengths: Sequence[int],
         looks: Sequence[ocdbt.OnRead | None],
     ) -> Sequence[bool]:
-        """As `DatabaseReader.read_into`, of any size: small values that lie beside each other in a
-        file together, large ones in pieces.
+        """As `DatabaseReader.read_into`, for any size: neighbouring small values of a file
+        together, large ones in pieces.
 
         Hardly any Python runs between these: with a cold processor cache it takes many times as
         long, while other threads wait for the GIL.
@@ -115,8 +115,9 @@ def _read_beside(
 
     Arguments:
         handle: of the file.
-        rows: of each value: its number, its offset, how much of it is read.
-        out, done, looks: by number, its memory, whether it was read, and what is shown it.
+        rows: for each value its number, its offset, and how much of it is read.
+        out, done, looks: by number, its memory, whether it was read, and the function to call with
+            it.
     """
     numbers, begins, lengths = rows[:, np.argsort(rows[1], kind="stable")]
     gaps = np.concatenate([[0], begins[1:] - begins[:-1] - lengths[:-1]])
@@ -184,8 +185,8 @@ class Database:
         location: the folder.
         context: the TensorStore context; databases from which data is copied must share it.
         manifest: the database's manifest, if it is not read from the folder.
-        generation: the storage's name for the version of that manifest in the folder; empty if the
-            folder does not have it (yet).
+        generation: the storage's name for the version of that manifest in the folder; empty if it
+            is not (yet) in the folder.
     """
 
     location: Location
@@ -237,7 +238,7 @@ class Database:
         return nodes.manifest(manifest)
 
     def pinned(self) -> Database | None:
-        """The database as it is now, with a copy of its manifest in memory; None if there is none.
+        """The current database, with a copy of its manifest in memory; None if there is none.
 
         Later reads are consistent even if another checkpoint replaces this one, and no chunk costs
         a second request that checks for a newer manifest.
@@ -251,8 +252,8 @@ class Database:
 
     @cached_property
     def _manifest_store(self) -> Mapping[str, Any] | None:
-        """Where TensorStore finds a manifest that is not read from the folder: in memory, which the
-        context keeps."""
+        """The place of a manifest that TensorStore does not read from the folder: in memory, kept
+        by the context."""
         if self.manifest is None:
             return None
         manifest_spec = ocdbt.manifest_in_memory(f"{digest_of(self.manifest)}/{self.location.url}")
@@ -274,7 +275,7 @@ class Database:
         now = self._read_manifest()
         if now is None:
             return "removed"
-        # Not the bytes, which are the same after a copy was removed and made again.
+        # Not the bytes: those are the same after a copy was removed and made again.
         return "replaced" if now[1] != self.generation else ""
 
     def draft(self, data: str) -> tuple[KvStore, KvStore]:
@@ -305,5 +306,5 @@ class Database:
 
 
 def digest_of(manifest: bytes) -> str:
-    """The digest by which a commit is known, of its manifest: 16 hexadecimal digits."""
+    """The digest of a manifest, which identifies a commit: 16 hexadecimal digits."""
     return f"{xxhash.xxh3_64_intdigest(manifest):016x}"

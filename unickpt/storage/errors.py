@@ -1,9 +1,9 @@
 """The storage's failures: their types within unickpt, and the errors that users get for them.
 
-Whatever storage fails, TensorStore or the operating system, what arises is a `Failed` or one of its
-kinds below. Where it is known what was being read or written, it becomes an error of
-`unickpt.errors` that says so: `reading_failed` or `writing_failed`. Any other exception is a bug of
-unickpt or of a caller, and is not changed.
+Any failure of storage, in TensorStore or the operating system, raises a `Failed` or one of its
+kinds below. Code that knows what was being read or written turns it into an error of
+`unickpt.errors` that names it: `reading_failed` or `writing_failed`. Any other exception is a bug
+of unickpt or of a caller, and is not changed.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from unickpt.errors import CheckpointCorrupt, StorageError
 
 
 class Failed(StorageError):
-    """A storage operation failed; callers raise another error that says for what.
+    """A storage operation failed; callers raise another error that names its purpose.
 
     Arguments:
         reason: the message, without the status.
@@ -50,7 +50,7 @@ class LockHeld(Failed):
 
 
 def reading_failed(error: Failed, where: str) -> CheckpointCorrupt | StorageError:
-    """What users get for a failure to read data of a checkpoint.
+    """The user's error for a failure to read data of a checkpoint.
 
     Arguments:
         error: the failure.
@@ -65,7 +65,7 @@ def reading_failed(error: Failed, where: str) -> CheckpointCorrupt | StorageErro
 def reading(
     where: object, failed: Callable[[Failed, str], Exception] = reading_failed
 ) -> Iterator[None]:
-    """Within the block, a failure of the storage is the error that a function makes of it.
+    """Within the block, a failure of the storage becomes the error that a function returns for it.
 
     Arguments:
         where: the path and the item in it, for the message.
@@ -83,7 +83,7 @@ def writing(where: object) -> AbstractContextManager[None]:
 
 
 def writing_failed(error: Failed, where: str, room: str = "") -> StorageError:
-    """What users get for any other failure, which never means a damaged checkpoint.
+    """The user's error for any other failure, which never means a damaged checkpoint.
 
     Arguments:
         error: the failure.

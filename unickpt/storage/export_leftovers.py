@@ -1,4 +1,4 @@
-"""What killed exports leave in a local folder beside their destinations, and how it is put back."""
+"""Leftovers of killed exports next to local destinations, and how checkpoints are restored."""
 
 from __future__ import annotations
 
@@ -9,16 +9,15 @@ from collections.abc import Iterator
 from unickpt.storage import local_folders
 from unickpt.storage.local_files import system_calls
 
-# What killed exports leave beside local destinations: what was written, or what it was exchanged
-# for; the checkpoint that was there, where names cannot be exchanged; and messages between
-# processes.
+# Killed exports leave next to local destinations: their output, or the checkpoint with which it was
+# exchanged; the former checkpoint, where names cannot be exchanged; and messages between processes.
 _LEFT = re.compile(r"\.(?P<of>.+)\.[^.]+-\d{6,}\.(?P<kind>partial|old|notes)", re.DOTALL)
 _OLD = "old"
 
 
 def left_in(folder: str) -> Iterator[tuple[str, str, bool]]:
-    """The names of what exports have left in a folder, or still write, each with the name of its
-    destination, and whether it is the checkpoint that is missing there.
+    """The names of folders and files that exports have left, or still write, in a folder; each with
+    the name of its destination, and whether it is the checkpoint that is missing there.
 
     Arguments:
         folder: its path.
@@ -31,7 +30,7 @@ def left_in(folder: str) -> Iterator[tuple[str, str, bool]]:
 
 
 def restore(folder: str, name: str) -> None:
-    """Puts back the checkpoint that a killed export had moved away, and removes others that were
+    """Restores the checkpoint that a killed export had moved away, and removes others that were
     replaced. No export to it may be about to commit.
 
     Arguments:

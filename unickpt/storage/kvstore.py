@@ -1,7 +1,7 @@
 """All calls of TensorStore go through here; its errors become those of `storage.errors`.
 
-Only this module looks into the text of an error: TensorStore raises a few built-in exceptions, and
-says only in their messages which failure it was.
+Only this module parses the text of an error: TensorStore raises a few built-in exceptions, and only
+their messages identify the failure.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ T = TypeVar("T")
 # All exception types that TensorStore raises for the status of an operation.
 _RAISED = (ValueError, OSError, NotImplementedError, IndexError)
 _STATUS = r"([A-Z_]+): "
-# What follows a message: details for TensorStore's developers, as " [name='value']".
+# The end of a message: details for TensorStore's developers, as " [name='value']".
 _DETAILS = r"(?s) \[[\w. -]+=['\"].*\Z"
 _OS_CODE = r"\[os_error_code='(\d+)'\]"
 _HTTP_CODE = r"\[http_response_code='(\d+)'\]"
@@ -50,7 +50,7 @@ def describe_credentials(describe: Callable[[], str]) -> None:
 
 
 def _refused(code: str, reason: str) -> str:
-    """For messages: with which credentials a request was refused; empty for any other error."""
+    """For messages: the credentials of a refused request; empty for any other error."""
     if code not in _DENIED and not any(text in reason for text in _OF_CREDENTIALS):
         return ""
     text = _credentials()

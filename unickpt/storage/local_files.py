@@ -120,7 +120,7 @@ class RegularFiles:
         return facts.st_size
 
     def link(self, path: str, destination: str, *, fsync: bool) -> bool:
-        """Gives a file of the folder a second name, as a hard link.
+        """Gives a file of the folder a second name as a hard link.
 
         Arguments:
             path: below the folder.
@@ -128,7 +128,8 @@ class RegularFiles:
             fsync: whether to flush the file's data to disk; the caller flushes the new name.
 
         Returns:
-            Whether it did; not if the file is gone, or the file system or its rules prevent it.
+            Whether it succeeded; False if the file is gone, or the file system or its rules prevent
+            it.
         """
         try:
             if path not in self._known:
@@ -186,7 +187,7 @@ class RegularFiles:
         return opened
 
     def read(self, reference: DataReference, may_be_sparse: bool = False) -> bytes:
-        """The bytes that a reference refers to; for what is read at once, as nodes and the index.
+        """The bytes of a reference; for data that is read at once, such as nodes and the index.
 
         Arguments:
             reference: to the bytes.
@@ -216,8 +217,8 @@ class RegularFiles:
         return b"".join(parts)
 
     def read_manifest(self) -> tuple[bytes, bytes] | None:
-        """The manifest in the folder, and what tells this version of it from others; None if there
-        is none. Raises as `check_if_present`.
+        """The manifest in the folder, and an identifier of its version; None if there is none.
+        Raises as `check_if_present`.
         """
         self.check_if_present(MANIFEST)
         try:
@@ -265,8 +266,8 @@ _MOST_KEPT = 32  # of the file descriptors that a process may have, often 1,024
 
 
 class _KeptFiles:
-    """The files that were opened last, by their identity: as long as a file is open, no other one
-    gets its inode."""
+    """The most recently opened files, by identity: while a file is open, no other one gets its
+    inode."""
 
     def __init__(self) -> None:
         self._lock, self._users = threading.Lock(), 0
@@ -286,7 +287,7 @@ class _KeptFiles:
                     self._files.clear()
 
     def get(self, identity: tuple[int, int], open: Callable[[], _OpenFile]) -> _OpenFile:
-        """The file that is open, or is opened now; by one of the threads that want it."""
+        """The file, which one of the threads that need it opens if it is not open."""
         with self._lock:
             file = self._files.get(identity)
             if file is not None:
@@ -318,7 +319,7 @@ _kept = _KeptFiles()
 
 
 def _forget_kept() -> None:
-    """After a fork, whose threads, and what they held, are gone."""
+    """Resets the cache after a fork: the other threads, and what they held, are gone."""
     global _kept
     _kept = _KeptFiles()
 
@@ -327,10 +328,10 @@ os.register_at_fork(after_in_child=_forget_kept)
 
 
 def files_kept_open() -> AbstractContextManager[None]:
-    """Keeps the files open that are read meanwhile, for those who read many values of few files.
+    """Keeps files open that are read within the block, for reading many values of few files.
 
-    To open a file needs the GIL again, for which the threads wait, and on the file system of a
-    cluster its metadata server, which all processes ask.
+    Opening a file needs the GIL, for which threads wait, and on the file system of a cluster its
+    metadata server, which all processes share.
     """
     return _kept.used()
 
@@ -343,17 +344,17 @@ class LocalKvStore(KvStore):
     """
 
     files: RegularFiles
-    """Of the folder."""
+    """The files of the folder."""
 
     def read(self, key: str, **options: Any) -> Future[ts.KvStore.ReadResult]:
         self.files.check_if_present(key)
         return super().read(key, **options)
 
 
-_identity = attrgetter("st_dev", "st_ino")  # of what `os.stat` returns
+_identity = attrgetter("st_dev", "st_ino")  # of a result of `os.stat`
 
 
-# Of data that are on the disk already, fsync would also write the new count of links, at once.
+# For data that are already on the disk, fsync would also write the new count of links, at once.
 _flush_data = getattr(os, "fdatasync", os.fsync)
 
 
@@ -367,7 +368,7 @@ def open_to_read(path: str) -> int:
     """Opens a file that must be there, of any kind: waits for no writer of a FIFO.
 
     Raises:
-        Damaged: it is missing, which its `errno` says.
+        Damaged: it is missing, as its `errno` shows.
         Failed: the storage failed.
     """
     try:
@@ -382,7 +383,7 @@ def check_regular(facts: os.stat_result, path: str) -> None:
     """Checks that a path leads to a regular file.
 
     Raises:
-        Damaged: says what it is instead.
+        Damaged: it does not; says what it is instead.
     """
     if not stat.S_ISREG(facts.st_mode):
         kinds = {
@@ -403,7 +404,7 @@ def _has_no_hole(handle: int, start: int, end: int) -> bool:
         return True
 
 
-# What to do about errors of file systems that are not complete.
+# Advice for errors of incomplete file systems.
 _ADVICE = {
     errno.ESPIPE: "this file system writes a file only from its beginning to its end. Mount it "
     "with a cache for writes (rclone: --vfs-cache-mode writes), or write to another one"
@@ -415,7 +416,7 @@ def system_calls(operation: str = "", path: str = "") -> Iterator[None]:
     """Wraps file operations of the operating system only: their errors become `Failed`.
 
     Arguments:
-        operation: what they do, for errors without a path, as those of open files.
+        operation: the operation, for errors without a path, such as those of open files.
         path: of the file.
     """
     try:
@@ -427,7 +428,7 @@ def system_calls(operation: str = "", path: str = "") -> Iterator[None]:
 
 
 def failure(error: OSError, operation: str = "", path: str = "") -> Failed:
-    """An error of the operating system as one of this package's; arguments as of `system_calls`."""
+    """An operating system's error as one of this package's; arguments as for `system_calls`."""
     reason = str(error)
     if operation and error.filename is None:
         reason = f"cannot {operation} {path}: {error.strerror}"
@@ -438,7 +439,7 @@ def failure(error: OSError, operation: str = "", path: str = "") -> Failed:
 
 @contextmanager
 def closing(handle: int, path: str) -> Iterator[None]:
-    """Closes a file that was written, which some file systems send only then.
+    """Closes a written file; some file systems send its data only then.
 
     Raises:
         Failed: it cannot be closed, and the block had no error.
@@ -453,6 +454,6 @@ def closing(handle: int, path: str) -> Iterator[None]:
 
 
 def close_quietly(handle: int) -> None:
-    """Closes a file that was only read or locked, or whose data are given up."""
+    """Closes a file that was only read or locked, or whose data are discarded."""
     with suppress(OSError):
         os.close(handle)

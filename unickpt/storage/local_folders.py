@@ -69,14 +69,14 @@ def make(path: str, *, durable: bool = False) -> None:
 
 def _make(path: str) -> None:
     for _ in range(_TIMES_PARENTS_MAY_VANISH):
-        # A failed save beside this one may remove the empty parents again.
+        # Another failed save may remove the empty parents again.
         with suppress(FileNotFoundError):
             return os.makedirs(path, exist_ok=True)
     return os.makedirs(path, exist_ok=True)
 
 
 def names(path: str) -> list[str]:
-    """Names of all that is in a folder; empty if it cannot be listed."""
+    """Names of all entries of a folder; empty if it cannot be listed."""
     try:
         return os.listdir(path)
     except OSError:
@@ -95,7 +95,7 @@ def walk_all(top: str) -> Iterator[StoredFile]:
 
 
 def entries(path: str) -> list[os.DirEntry[str]]:
-    """All that is in a folder; nothing if it is not there, or just went, or is no folder. Raises
+    """All entries of a folder; none if it does not exist, was just removed, or is no folder. Raises
     Failed."""
     if os.path.isdir(path):
         gone = suppress(FileNotFoundError, NotADirectoryError)
@@ -144,7 +144,7 @@ def remove_made(path: str, count: int) -> None:
 
 
 def free_bytes(path: str, partial: str) -> int:
-    """How many bytes are free for this user in the file system of a folder, once another folder in
+    """The bytes that are free for this user in the file system of a folder after another folder in
     it is removed.
 
     Arguments:
@@ -152,7 +152,7 @@ def free_bytes(path: str, partial: str) -> int:
         partial: the path of the other one; empty for none.
 
     Raises:
-        OSError: the file system does not say it.
+        OSError: the file system does not report it.
     """
     folder = path.rstrip("/")
     while not os.path.isdir(folder) and folder not in ("", "/"):
@@ -171,7 +171,7 @@ def exchange(first: str, second: str) -> bool:
     """Exchanges two names at once; False if this system or file system cannot.
 
     Raises:
-        Failed: it can, and did not.
+        Failed: it can, but failed.
     """
     if sys.platform != "linux":
         return False
@@ -225,14 +225,14 @@ _NO_LOCKS = {errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.
 
 @contextmanager
 def locked(path: str, what: str, timeout_s: float) -> Iterator[None]:
-    """Lets one process at a time change something in a folder, for a moment; others wait.
+    """Lets one process at a time change a folder for a moment; others wait.
 
     A lock of the operating system is released when its holder ends. If the file system has no
     locks, a lock file is used, and its creator removes it.
 
     Arguments:
         path: of the folder, which is made if needed.
-        what: the name of what is changed.
+        what: the name of the entry to change.
         timeout_s: how long to wait for others.
 
     Raises:
@@ -338,7 +338,7 @@ class FileLock:
 
 
 def _text_of(name: str) -> tuple[os.stat_result, str]:
-    """What a lock file says, and the facts of the file; never blocks."""
+    """The text of a lock file, and the facts of the file; never blocks."""
     handle = os.open(name, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
         facts = os.fstat(handle)
@@ -356,7 +356,7 @@ def _is_lock_of(line: str, facts: os.stat_result) -> bool:
 
 
 def _forget_held() -> None:
-    """Forgets held locks in a forked child, which would keep the locks of a dead parent."""
+    """Drops held locks in a forked child, which would else keep the locks of a dead parent."""
     for handle in _held:
         close_quietly(handle)
     _held.clear()
@@ -425,7 +425,7 @@ def _exclusive(name: str, timeout_s: float) -> Iterator[None]:
             os.pwrite(handle, who.encode(), 0)
         yield
     finally:
-        with suppress(OSError):  # someone may have removed it and a third process created it
+        with suppress(OSError):  # it may have been removed, and created by a third process
             if os.path.samestat(os.fstat(handle), os.stat(name)):
                 os.unlink(name)
         close_quietly(handle)

@@ -27,8 +27,8 @@ from unickpt.storage.ocdbt import MANIFEST
 class Location:
     """A folder in a key-value store, such as object storage: the common prefix of some keys.
 
-    A storage that has folders of its own has a subclass, such as `LocalLocation`; what only such
-    folders need, such as to be created, does nothing here.
+    A storage with real folders has a subclass, such as `LocalLocation`; operations that only such
+    folders need, such as their creation, do nothing here.
 
     Arguments:
         url: for people; ends with `/`.
@@ -39,7 +39,7 @@ class Location:
     spec: Mapping[str, Any]
 
     is_local: ClassVar[bool] = False
-    """Whether this is in a local file system, which has folders of its own, links and locks."""
+    """Whether this is in a local file system, which has real folders, links and locks."""
 
     @cached_property
     def path(self) -> str:
@@ -142,7 +142,7 @@ def is_object(location: Location, context: ts.Context) -> bool:
 
 
 def folders_with(location: Location, file: str, context: ts.Context) -> list[str]:
-    """Names of the folders in another one that hold a file; "." for that one itself.
+    """Names of the folders in another one that hold a file; "." for the other one itself.
 
     Raises:
         MissingFolder: the folder does not exist.
@@ -183,8 +183,8 @@ def files_by_folder(
 
     Arguments:
         location: of the folder.
-        inside: the only folder in each of them whose files are needed, at any depth. Of other
-            folders, it is only seen that they are there.
+        inside: the only folder in each of them whose files are needed, at any depth. Other folders
+            are only listed.
         context: as for `Location.store`.
     """
     if location.is_local:
@@ -202,7 +202,7 @@ def files_by_folder(
 
 
 def missing_files(location: Location, files: Iterable[str], context: ts.Context) -> list[str]:
-    """Those of some files below a folder that are not there."""
+    """Those of the given files below a folder that do not exist."""
     if not location.is_local:
         keys = set(keys_below(location, context))
         return [file for file in files if file not in keys]
@@ -234,13 +234,13 @@ def manifest_locked(location: Location, timeout_s: float) -> Iterator[None]:
 
 
 def room_text(location: Location, error: Failed, needed: int, partial: str = "") -> str:
-    """For errors: how much room was needed and free, if a lack of it is what failed.
+    """For errors: how much room was needed and free, if a lack of room is the cause.
 
     Arguments:
-        location: of a folder to which was written.
-        error: what failed.
+        location: the folder that was being written.
+        error: the failure.
         needed: bytes to write.
-        partial: the path of a folder with what was written, which is removed after a failure.
+        partial: the path of a folder with partial output, which is removed after a failure.
     """
     if not location.is_local or error.errno not in (errno.ENOSPC, errno.EDQUOT):
         return ""
@@ -257,8 +257,8 @@ def _walk(top: str, inside: str) -> Iterator[StoredFile]:
     """The files of a checkpoint's folder: those in it, and all that lie below its folder `inside`.
 
     Folders count, too: a file that was linked from an older checkpoint keeps its time, and the
-    folder's is that of the link. If a checkpoint has a single folder in `inside`, which must be
-    what it is made of, that folder stands for its files.
+    folder's time is that of the link. If a checkpoint has a single folder in `inside`, which must
+    then hold all its data, that folder stands for its files.
 
     Arguments:
         top: of the checkpoint; ends with `/`.

@@ -24,14 +24,14 @@ from unickpt.storage.errors import Damaged, Failed
 from unickpt.storage.kvstore import Future, KvStore
 
 MANIFEST = "manifest.ocdbt"
-"""The file that a database begins with, in its folder."""
+"""The first file of a database, in its folder."""
 RETIRED = "retired"
-"""In the folder of a checkpoint: manifests under which there is no checkpoint any more, only chunks
-that others have borrowed."""
+"""In the folder of a checkpoint: manifests of retired checkpoints, which only hold chunks that
+others have borrowed."""
 # Without its own cache, every chunk read would read the B-tree's nodes again.
 NODE_CACHE = "cache_pool#nodes"
 NODE_CACHE_BYTES = 64 << 20
-# Where a context keeps copies of manifests; separate from memory://, freed with the context.
+# The place of a context's copies of manifests; separate from memory://, freed with the context.
 MANIFESTS = "memory_key_value_store#manifests"
 
 
@@ -71,7 +71,7 @@ class Tree:
 
     Arguments:
         manifest: returns the database's manifest, or None if it has none.
-        fetch: returns the bytes that a reference refers to; see `fetch`.
+        fetch: returns the bytes of a reference; see `fetch`.
     """
 
     def __init__(self, manifest: Callable[[], bytes | None], fetch: Callable[..., bytes]) -> None:
@@ -82,7 +82,7 @@ class Tree:
         self._lock = threading.Lock()
 
     def find(self, key: str) -> bytes | DataReference | None:
-        """A value that the tree itself holds, or where it is; None if the key is missing.
+        """A value that the tree itself holds, or its place; None if the key is missing.
 
         Raises:
             Damaged: the tree is damaged, or needs far more memory than its stored bytes justify.
@@ -99,8 +99,8 @@ class Tree:
     def find_all(
         self, keys: Sequence[str]
     ) -> Iterator[tuple[nodes.BTreeNode, list[int], list[int]]]:
-        """The leaves that have some of the keys, each with which keys these are, ascending, and
-        their positions in it; leaves out keys that are missing.
+        """The leaves that have some of the keys, each with those keys, ascending, and their
+        positions in it; skips missing keys.
 
         Raises:
             Damaged, Failed: as for `find`.
@@ -219,7 +219,7 @@ def _after(prefix: bytes) -> bytes | None:
 
 _SMALL = 64 << 10
 OnRead = Callable[[memoryview], object]
-"""What is called with bytes that were read."""
+"""A function that is called with the bytes that were read."""
 
 
 class DatabaseReader:
@@ -246,7 +246,7 @@ class DatabaseReader:
     def request_all(
         self, keys: Sequence[str]
     ) -> dict[str, Future[ts.KvStore.ReadResult] | ReadyResult]:
-        """Starts to read values; leaves out those that cannot be read, so that `read` says why."""
+        """Starts to read values; skips those that cannot be read, so that `read` reports why."""
         futures = {}
         for key in keys:
             with suppress(Failed):
@@ -266,10 +266,10 @@ class DatabaseReader:
             keys: of the values.
             out: contiguous memory for the first bytes of each value.
             lengths: how many bytes each value must have.
-            looks: called with what was read, while it is in the processor's cache; None for none.
+            looks: called with the read bytes, while they are in a CPU cache; None for none.
 
         Returns:
-            For each whether it was read; for the others, `read` says why not.
+            For each whether it was read; for the others, `read` reports why not.
         """
         small = [buffer.nbytes <= _SMALL for buffer in out]
         futures, done = self.request_all(list(compress(keys, small))), [False] * len(keys)
@@ -373,7 +373,7 @@ class ReadyResult:
 
 
 def fetch(store: KvStore, reference: DataReference, may_be_sparse: bool = False) -> bytes:
-    """The bytes that a reference refers to; objects have no holes.
+    """The bytes of a reference; objects have no holes.
 
     Raises:
         Damaged: some are missing.
@@ -386,7 +386,7 @@ def fetch(store: KvStore, reference: DataReference, may_be_sparse: bool = False)
 
 
 def length_of(entry: bytes | DataReference) -> int:
-    """The length in bytes of what `Tree.find` found."""
+    """The length in bytes of a value that `Tree.find` returned."""
     return entry.length if isinstance(entry, DataReference) else len(entry)
 
 

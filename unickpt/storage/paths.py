@@ -57,7 +57,7 @@ class LocalLocation(Location):
         return set(local_folders.names(self.path))
 
     def folders(self, context: ts.Context) -> list[str]:
-        if self.link is not None:  # which may lead anywhere
+        if self.link is not None:  # it may lead anywhere
             return []
         return [e.name for e in local_folders.entries(self.path) if e.is_dir(follow_symlinks=False)]
 
@@ -155,8 +155,8 @@ def resolve(path: PathLike | Location, *, whole: bool = False, or_file: bool = F
     """Finds the storage that a path or URL names.
 
     Arguments:
-        path: a local path, or a URL with a scheme of `schemes`: file, memory, s3, gs; or what was
-            found for one.
+        path: a local path, or a URL with a scheme of `schemes`: file, memory, s3, gs; or the
+            location found for one.
         whole: also accept a whole bucket or memory://; a checkpoint needs a folder in it.
         or_file: also accept a file, as other systems' checkpoints may be.
 
@@ -213,7 +213,7 @@ def _text(path: PathLike) -> str:
 
 
 def _check_slashes(text: str) -> None:
-    """Refuses a local path that was probably meant as a URL."""
+    """Refuses a local path that is probably intended as a URL."""
     name, single, path = text.partition(":/")
     if single and schemes.find(name) is not None:
         meant = f"{name}://{'/' if name.lower() == 'file' else ''}{path}"
@@ -232,7 +232,7 @@ def _checked(location: Location, text: str, or_file: bool) -> Location:
 
 
 def _meant(name: str) -> str:
-    """Which scheme a storage has here that is called otherwise elsewhere."""
+    """The scheme here for a storage that has another name elsewhere."""
     scheme = {"gcs": "gs", "s3a": "s3", "s3n": "s3"}.get(name.lower())
     return f"; did you mean {scheme}://?" if scheme else ""
 
@@ -255,7 +255,7 @@ def context(*, fsync: bool = True) -> ts.Context:
 
 
 def is_durable(context: ts.Context) -> bool:
-    """Whether what is written with a context is flushed to the disk."""
+    """Whether data written with a context is flushed to the disk."""
     return bool(context["file_io_sync"].to_json())
 
 

@@ -1,4 +1,4 @@
-"""The registry of storage schemes: what the first part of a URL, such as s3:// , stands for.
+"""The registry of storage schemes: the meaning of the first part of a URL, such as s3://.
 
 To add a storage that TensorStore has a driver for, register a scheme before its first use:
 
@@ -37,13 +37,13 @@ class Scheme:
     """A storage scheme.
 
     Arguments:
-        name: what stands before `://`, in lower case.
+        name: the part before `://`, in lower case.
         spec: URL -> the JSON of TensorStore's key-value store; its `path` ends with `/`, or is
             empty for a whole bucket. Raises InvalidPath for a malformed URL.
-        resources: what these stores share within a TensorStore context, by the names that `spec`
-            refers to; or a function that returns it, called for each new context.
+        resources: the resources that these stores share within a TensorStore context, by the names
+            that `spec` references; or a function that returns them, called for each new context.
         location: the class of its locations; `LocalLocation` if its driver is `file`.
-        credentials: says, for messages about refused requests, which credentials they have.
+        credentials: names, for messages about refused requests, their credentials.
     """
 
     name: str
@@ -82,14 +82,14 @@ def names() -> list[str]:
     )
 
 
-@cache  # every save and every load asks
+@cache  # called by every save and every load
 def resources() -> Sequence[Resources]:
     """The resources of the schemes that this process uses."""
     return [scheme.resources for scheme in _used_schemes()]
 
 
 def _credentials() -> str:
-    """Which credentials the schemes of this process use, for messages."""
+    """The credentials that the schemes of this process use, for messages."""
     texts = (scheme.credentials() for scheme in _used_schemes() if scheme.credentials)
     return "; ".join(texts)
 
@@ -102,7 +102,7 @@ def _used_schemes() -> list[Scheme]:
 
 
 def _find(name: str) -> Scheme | None:
-    """The scheme of a name; imports its module only now, if it is one of an entry point."""
+    """The scheme of a name; imports its module on first use, if it comes from an entry point."""
     if name not in _registered:
         door = doors.find("schemes", name)
         if door is None:

@@ -77,12 +77,12 @@ def convert(
         progress: as `SaveOptions.progress`, which it replaces.
         to: the format: "unickpt", or "hf", "safetensors", "dcp", "orbax", "torch", "npz",
             "universal", "trainer", "accelerate", "lightning" or "keras"; see
-            docs/formats/writing.md. By default, the suffix of the destination says it:
+            docs/formats/writing.md. By default, the suffix of the destination determines it:
             .safetensors, .npz, .pt, .pth and .bin (torch); without one, it is unickpt's own.
         format_options: of that format, such as `max_shard_size="5GB"` of "hf".
 
     Returns:
-        A report of what was written and how long it took.
+        A report of the written checkpoint and of the time.
 
     Raises:
         RuleError: the rules do not fit the source; nothing was written.
@@ -92,8 +92,8 @@ def convert(
             dtype.
         ValueError, TypeError: `like` without rules; there is no such format, it has no such
             option, or the suffix of the destination is that of another format.
-        UnsupportedLeaf: the format cannot hold something; nothing was written.
-        UnickptError: all that `save` raises.
+        UnsupportedLeaf: the format cannot hold a leaf; nothing was written.
+        UnickptError: as `save`.
 
     Example:
         >>> import numpy as np, unickpt
@@ -142,7 +142,7 @@ def convert(
 
 
 def budgets(options: SaveOptions) -> tuple[int, int]:
-    """Bytes of this process to make a slab, and for what is being written."""
+    """Bytes of this process for making a slab, and for writing."""
     ahead, writing_bytes = (max(1, options.working_bytes // part) for part in (AHEAD, WRITER))
     return ahead, writing_bytes
 
@@ -155,13 +155,13 @@ def write_streamed(
     cost: Callable[[WriteItem], int],
     check: Callable[[], None],
 ) -> SaveReport:
-    """Writes a checkpoint that was described, slab by slab.
+    """Writes a described checkpoint, slab by slab.
 
     Arguments:
         job: the save.
         make: makes chunks.
-        buffers: which `make` takes memory from.
-        slab_bytes: the most that the chunks of a slab may cost.
+        buffers: provide memory for `make`.
+        slab_bytes: the largest cost of the chunks of a slab.
         cost: bytes of memory that it takes to make a chunk.
         check: called after the last chunk.
     """
@@ -175,7 +175,7 @@ def write_streamed(
 
 
 def check_written(destination: paths.PathLike) -> None:
-    """Reads what was written.
+    """Reads the written checkpoint back.
 
     Raises:
         CheckpointCorrupt: it is damaged.
@@ -208,7 +208,7 @@ def _writer(
 
 
 def convertible(stored: Reader, rules: Rules | None, like: Any) -> StoredView | RuledView:
-    """What `convert` makes of a checkpoint; reads only indices. Raises as `convert`."""
+    """The view of a checkpoint that `convert` writes; reads only indices. Raises as `convert`."""
     if rules is None:
         if like is not None:
             raise ValueError("`like` gives the names that rules make; pass rules too")
@@ -224,7 +224,7 @@ def convertible(stored: Reader, rules: Rules | None, like: Any) -> StoredView | 
         view, request = load_view(rules, stored, like, adapters(), Policy())
         template_values = request.leaves if request is not None else {}
     requested = view.requested
-    # As in a load, `like` keeps what rules drop on purpose, such as hyper-parameters.
+    # As in a load, `like` keeps values that rules drop on purpose, such as hyper-parameters.
     view.keep(
         {n: template_values[n] for n in view.kept_names if requested[n].kind is LeafKind.VALUE}
     )
@@ -240,12 +240,12 @@ def convertible(stored: Reader, rules: Rules | None, like: Any) -> StoredView | 
 
 
 def leaves_of(view: View, group: Group, work: str) -> dict[str, Any]:
-    """What to save of a view, by name; its arrays are read later.
+    """The leaves of a view to save, by name; its arrays are read later.
 
     Arguments:
         view: the source.
         group: the processes.
-        work: what they do with it, for messages.
+        work: the operation, for messages.
 
     Raises:
         LoadMismatch: `PerProcess` leaves are of another number of processes.

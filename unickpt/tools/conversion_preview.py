@@ -1,4 +1,4 @@
-"""A plan as readable rows: what is made from what, and what is dropped."""
+"""A plan as readable rows: the source of each made leaf, and the dropped leaves."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class PreviewRow:
     Arguments:
         made_of, source: the stored names, and their description.
         made, destination: the new name and its description; empty if it is dropped.
-        rule: where it is written, as "file, line 3".
-        notes: what rules do to it: "stacked", "padded", "inexact", ...
+        rule: its place, as "file, line 3".
+        notes: the effects of rules on it: "stacked", "padded", "inexact", ...
     """
 
     made_of: str
@@ -65,7 +65,7 @@ class Preview:
 
     Arguments:
         rows: a row for each leaf.
-        doubts: what may be unintended.
+        doubts: possibly unintended effects.
     """
 
     rows: Sequence[PreviewRow]
@@ -73,7 +73,7 @@ class Preview:
 
 
 def preview(path: checkpoint.Source, rules: Rules | None, like: Any = None) -> Preview:
-    """What `convert` would make of a checkpoint; reads only indices. Raises as `convert`.
+    """Previews the result of `convert`; reads only indices. Raises as `convert`.
 
     Arguments:
         path, rules, like: as for `convert`.
@@ -150,7 +150,7 @@ def _what_is_done(made: Made) -> list[str]:
 
 
 def _position(rule: str) -> str:
-    """Where a rule is written, taken from its text."""
+    """The place of a rule in its file, taken from its text."""
     return rule.partition(": ")[0]
 
 

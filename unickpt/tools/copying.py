@@ -46,16 +46,16 @@ _BORROWED = "borrowed"
 """In the folder of an attempt: a database of the chunks that a base had."""
 _CHUNKS_AT_ONCE = 256
 _AT_ONCE = 4
-# Messages between the processes of a save, and who borrows, next to the databases of an attempt.
+# Messages between the processes of a save, and marks of borrowers, next to an attempt's databases.
 _MESSAGES = (b"records/", b"notes/", b"borrowers/")
 
 
 @dataclass(frozen=True)
 class CopyReport:
-    """What `copy` did.
+    """The report of `copy`.
 
     Arguments:
-        url: where the copy is.
+        url: the location of the copy.
         arrays, bytes: of the checkpoint.
         borrowed: number of chunks that other checkpoints had, and that are now in the copy itself.
         seconds: how long it took.
@@ -79,9 +79,9 @@ def copy(
 ) -> CopyReport:
     """Copies a checkpoint, completely or not at all.
 
-    The files are copied as they are, then read back and checked against the digests; only then the
-    copy appears. If a copy was interrupted, the next one resumes it. Chunks that
-    the source shares with checkpoints beside it (docs/reuse.md) are in the copy itself.
+    The files are copied unchanged, then read back and checked against the digests; only then the
+    copy appears. If a copy was interrupted, the next one resumes it. Chunks that the source shares
+    with sibling checkpoints (docs/reuse.md) are in the copy itself.
 
     Arguments:
         source: a local path or a URL of a checkpoint of unickpt's own format.
@@ -93,11 +93,11 @@ def copy(
 
     Raises:
         CheckpointNotFound: there is no checkpoint at the source.
-        UnsupportedFormat: it is another system's; see `convert`. Or it, or what would be
-            replaced, needs what this unickpt does not know.
+        UnsupportedFormat: it is another system's; see `convert`. Or it, or the checkpoint to
+            replace, needs features that this unickpt does not know.
         CheckpointCorrupt: the source is damaged; nothing was copied.
         CheckpointExists: the destination holds a checkpoint or other files.
-        SaveConflict: another job saved there meanwhile.
+        SaveConflict: another job saved there.
         StorageError: a storage failed.
 
     Example:
@@ -137,7 +137,7 @@ def copy(
 def _commit(
     copied: VersionCopy, overwrite: bool, timeout_s: float, progress: Callable[[int], None]
 ) -> None:
-    """Makes a copy where no other checkpoint is, unless that may be overwritten, and commits it."""
+    """Makes a copy and commits it; refuses to replace a checkpoint unless that is allowed."""
     context = paths.context()
     origin, version_found, destination = copied.origin, copied.version, copied.destination
     root, foreign = Root(Database(destination, context)), destination.foreign_files()
@@ -174,10 +174,10 @@ class VersionCopy:
     """A copy of one version of a checkpoint; its manifest, without which it is none, comes last.
 
     Arguments:
-        origin: where the checkpoint is.
+        origin: the location of the checkpoint.
         version: its version.
-        reader: of it; None if it cannot be opened: then its files are copied, and checking tells.
-        destination: where the copy is made.
+        reader: of it; None if it cannot be opened: its files are copied, and the check reports it.
+        destination: the location of the copy.
         budget_bytes: host memory to use; at least the size of the largest file.
     """
 
@@ -200,13 +200,13 @@ class VersionCopy:
         Arguments:
             held_files: files of a checkpoint next to the destination: they are linked, or, where
                 links are impossible, the copy borrows their chunks.
-            check_held: read these chunks, too, and send them if they are damaged; otherwise it
-                counts that they are there.
+            check_held: read these chunks, too, and send them if they are damaged; else their
+                existence is enough.
             resume: leave files that are there already: each was written at once.
             progress: called with the bytes copied so far.
 
         Returns:
-            The manifest to put in place, and the checkpoints beside it that the copy needs.
+            The manifest to put in place, and the sibling checkpoints that the copy needs.
 
         Raises:
             CheckpointCorrupt: the checkpoint is damaged.
@@ -229,7 +229,7 @@ class VersionCopy:
         except StorageError as error:
             if not spared and not resume:
                 raise
-            # What was there already may be damaged, or be of another checkpoint.
+            # Existing files may be damaged, or belong to another checkpoint.
             _log.info("%s: all of it is sent: %s", self.destination, error)
         copy_files(*arguments)
         manifest = self._manifest(None)
@@ -237,7 +237,7 @@ class VersionCopy:
         return manifest, ()
 
     def _link(self, held_files: HeldFiles | None) -> set[str]:
-        """Links what a checkpoint beside the copy has; returns the files that were linked."""
+        """Links the files that a sibling of the copy has; returns the linked files."""
         files = None if held_files is None else held_files.base.location.regular_files()
         linked = set[str]()
         if held_files is None or files is None:
@@ -281,7 +281,7 @@ class VersionCopy:
         return manifest
 
     def _write_borrowed(self, reader: OcdbtReader, context: ts.Context) -> Database:
-        """Writes the chunks that bases of the checkpoint have."""
+        """Writes the chunks that the checkpoint's bases have."""
         folder = self.destination.child(f"processes/{self.version.attempt}/{_BORROWED}")
         folder.remove(context)  # of an interrupted copy
         database = Database(folder, context)
@@ -307,7 +307,7 @@ class VersionCopy:
 
 
 def _borrowing(index: Index, lent: HeldFiles) -> tuple[Index, dict[str, bytes | None]]:
-    """The index of a copy that borrows chunks, and what else changes in its database, by key."""
+    """The index of a copy that borrows chunks, and other changed values of its database, by key."""
     table = lent.table.tobytes()
     changed: dict[str, bytes | None] = {
         chunk_grid.chunk_key(chunk.part, chunk.number): None
@@ -325,7 +325,7 @@ def _borrowing(index: Index, lent: HeldFiles) -> tuple[Index, dict[str, bytes | 
 
 
 def _borrowed_values(reader: OcdbtReader) -> Iterator[tuple[str, bytes]]:
-    """The keys and the stored bytes of all values of a checkpoint that others beside it have.
+    """The keys and the stored bytes of all values of a checkpoint that its siblings have.
 
     Raises:
         CheckpointCorrupt: one is missing.
@@ -361,7 +361,7 @@ def copy_files(
         attempt: the name of the attempt.
         budget_bytes: host memory to use; at least the size of the largest file.
         without: files that are not copied, by their paths below the checkpoint's folder.
-        resume: leave files that are there already: each was written at once.
+        resume: skip files that already exist: each was written at once.
         progress: called with the bytes copied so far.
 
     Raises:
@@ -418,7 +418,7 @@ def check_copy(
     manifest: bytes,
     skips: Callable[[ChunkId], bool],
 ) -> None:
-    """Reads a copy, whose manifest is not written yet, and checks it against its digests.
+    """Reads a copy before its manifest is written, and checks it against its digests.
 
     Arguments:
         origin, destination: of the checkpoints.
@@ -427,7 +427,7 @@ def check_copy(
 
     Raises:
         CheckpointCorrupt: the original is damaged.
-        StorageError: the copy is, or the storage failed.
+        StorageError: the copy is damaged, or the storage failed.
     """
     if damage := _damage(destination, manifest, skips):
         if at_origin := _damage(origin, original, lambda chunk: False):
@@ -436,7 +436,7 @@ def check_copy(
 
 
 def _damage(location: Location, manifest: bytes, skips: Callable[[ChunkId], bool]) -> str:
-    """The damage of the data at a location to which a manifest refers; empty if none."""
+    """The damage of the data at a location that a manifest references; empty if none."""
     draft = Database(location, paths.context(), manifest)
     try:
         opened = partial(ocdbt_reader.open_pinned, draft)

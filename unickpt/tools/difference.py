@@ -38,7 +38,7 @@ class ArrayDifference:
         name: its name in the second checkpoint.
         problem: "missing" (not in the first), "unexpected" (not in the second), "kind", "shape",
             "dtype", "value", or "layout", which changes no value.
-        first, second: what each checkpoint has.
+        first, second: the leaf in each checkpoint.
         unequal: number of elements whose bits differ; None if they were not compared.
         max_abs, max_rel: largest absolute and relative difference of elements, in float64.
     """
@@ -54,8 +54,8 @@ class ArrayDifference:
 
 @dataclass(frozen=True, repr=False)
 class DiffReport:
-    """What `diff` found; `same` if nothing differs except layouts. As text, it has a row for each
-    difference.
+    """The result of `diff`; `same` if nothing differs except layouts. As text, it has a row for
+    each difference.
 
     Arguments:
         differences: a row for each leaf that differs.
@@ -94,7 +94,7 @@ class DiffReport:
 
     @property
     def _rows(self) -> list[tuple[str, ...]]:
-        """The differences, those that are alike folded."""
+        """The differences, with similar ones folded."""
         alike: dict[tuple[str, ...], list[str]] = {}
         for row in self.differences:
             values = (row.unequal, row.max_abs, row.max_rel)
@@ -133,10 +133,10 @@ def diff(
     Arguments:
         first, second: local paths or URLs of committed checkpoints, or what `unickpt.open`
             returned.
-        rules: map names and axes of the first to those of the second. What they drop on either side
-            is no difference.
-        under: compare this part of each, such as "model"; see `load`. Where one of them has nothing
-            of that name, all of it is compared, as an export of the part.
+        rules: map names and axes of the first to those of the second. Leaves that they drop on
+            either side are no difference.
+        under: compare this part of each, such as "model"; see `load`. If one of them has no such
+            part, all of it is compared, as an export of the part.
         layout: whether to report different meshes and splits too; they change no value.
         rtol: the relative difference up to which elements count as equal, for rules with
             arithmetic; by default bits must be equal.
@@ -168,7 +168,7 @@ def diff(
 def _parts_of(
     first: checkpoint.Source, second: checkpoint.Source, under: str
 ) -> tuple[Reader, Reader]:
-    """What to compare of two checkpoints.
+    """The parts of two checkpoints to compare.
 
     Raises:
         LoadMismatch: neither has anything there.

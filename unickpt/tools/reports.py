@@ -1,4 +1,4 @@
-"""What tools that are plug-ins say they did."""
+"""Reports of tools that are plug-ins."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from unickpt.save_report import SaveReport
 
 @dataclass(frozen=True)
 class MergeReport:
-    """What a merge did.
+    """The report of a merge.
 
     Arguments:
         saved: how the result was written.
         method: the name of the method.
         sources: their URLs, in their order.
-        weights: of the sources, as they were used; they are never made to sum to 1.
+        weights: of the sources, as they were used; they are never normalised to sum to 1.
         from_last: arrays that were taken from the last source: integers, counts, keys.
         values_differ: names of plain and per-process values that differ, or that some sources lack;
-            those of the last source were taken.
-        dtypes_differ: arrays with another dtype in some source; the last one's was taken.
+            those of the last source were used.
+        dtypes_differ: arrays with another dtype in some source; the last one's was used.
         nonfinite: with `allow_nonfinite=True`, the sources and arrays in which this process found
             NaN or infinite elements.
         score: of the weights that a search found, for one score.
@@ -43,12 +43,12 @@ class MergeReport:
 
     @property
     def url(self) -> str:
-        """Where the result is."""
+        """The location of the result."""
         return self.saved.url
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What should be known of the result, as sentences."""
+        """Remarks on the result, as sentences."""
         total = math.fsum(self.weights)
         counted = {
             "taken from the last source": self.from_last,

@@ -1,5 +1,5 @@
-"""How all tools stream arrays: boxes, read many at a time into memory that is used again, slab by
-slab, one slab ahead of what is written or compared."""
+"""Streaming of arrays for all tools: boxes are read in slabs of many into reused memory, one slab
+ahead of writing or comparing."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ AHEAD, WRITER = 6, 2
 _MOST_DAMAGE = 10
 
 Buffered = tuple[Array, Array]
-"""The elements of a box, and the memory that they are in, for `HostBuffers.give`."""
+"""The elements of a box, and their memory, for `HostBuffers.give`."""
 K = TypeVar("K", bound=Hashable)
 
 
@@ -58,8 +58,8 @@ def read_boxes(
     """Reads boxes of arrays, each stored chunk once.
 
     Arguments:
-        view: what to read.
-        boxes: each with the entry of its array as which to read it, whose dtype may differ from
+        view: the checkpoint to read.
+        boxes: each with the entry as which to read its array; the entry's dtype may differ from
             that of the view.
         options: of reading.
         buffers: provide the memory.
@@ -77,11 +77,11 @@ def read_boxes(
 
 
 def check_rest(stored: Reader, group: Group) -> None:
-    """Compares what was read with the format's checksums, after the last slab, of a checkpoint of
-    `Reader.checking`: what is written next would be taken for sound.
+    """Compares the read data with the format's checksums after the last slab, for a checkpoint of
+    `Reader.checking`: later writes would make it appear sound.
 
     Raises:
-        CheckpointCorrupt: something differs.
+        CheckpointCorrupt: they differ.
     """
     damage = [reason for _, reason in stored.check_rest(group.index, group.count)]
     if damage:
@@ -92,7 +92,7 @@ class Slabs(Generic[K]):
     """Elements of boxes, made in slabs of many boxes, one slab ahead.
 
     Arguments:
-        slabs: what to make, in order, split into slabs.
+        slabs: the boxes to make, in order, split into slabs.
         read: makes the elements of each box of a slab.
     """
 
@@ -107,7 +107,7 @@ class Slabs(Generic[K]):
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="unickpt-slabs")
 
     def take(self, key: K) -> Buffered:
-        """The elements of a box; those that were taken before are made again."""
+        """The elements of a box; elements that were already taken are made again."""
         if key not in self._ready:
             index = self._slab_of.pop(key, None)
             if index is None or index not in self._start(index):
@@ -137,7 +137,7 @@ class SlabSource(Slabs[WriteItem]):
 
     Arguments:
         slabs, read: see `Slabs`.
-        buffers: which `read` takes memory from.
+        buffers: provide memory for `read`.
     """
 
     background = False

@@ -1,4 +1,4 @@
-"""What to store instead of what is not stored."""
+"""Advice on what to store instead of an unsupported object."""
 
 from __future__ import annotations
 

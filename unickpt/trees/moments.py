@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 
 # Components of the names of moments: of torch's optimizers; and of optax', which parameters may
 # have as well, so that an array counts as one only if a parameter has the same end and shape. The
-# words of first and second moments count only together, or beside a step count.
+# words of first and second moments count only together, or next to a step count.
 _MOMENTS = {
     "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer", "square_avg",
     "acc_delta", "row_var", "col_var",
@@ -45,7 +45,7 @@ def moments_among(names: Collection[str], shapes: Mapping[str, Shape]) -> list[s
 def _has_parameter(
     parts: list[str], shapes: Mapping[str, Shape], ends: Mapping[tuple[str, Shape], Collection[str]]
 ) -> bool:
-    """Whether an array that is called as a moment has a parameter, and what else moments have."""
+    """Whether an array named like a moment has a parameter, and the other marks of moments."""
     index = max(i for i, part in enumerate(parts) if part in _TWINS)
     above, end = "".join(f"{part}/" for part in parts[:index]), "/".join(parts[index + 1 :])
     other = _TOGETHER.get(parts[index])
@@ -56,7 +56,7 @@ def _has_parameter(
 
 
 def _ends(shapes: Mapping[str, Shape]) -> dict[tuple[str, Shape], list[str]]:
-    """The names of arrays that have no slot in their names, by each of their ends and the shape."""
+    """The names of arrays without a slot in their names, by each suffix and the shape."""
     names_by_end: dict[tuple[str, Shape], list[str]] = {}
     for name, shape in shapes.items():
         parts = name.split("/")

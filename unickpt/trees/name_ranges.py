@@ -24,7 +24,7 @@ def skeleton(name: str, number: str = "0") -> str:
 
 
 def pieces(name: str) -> list[str]:
-    """A name's texts and numbers in turns; as many for all names of one skeleton."""
+    """A name's alternating texts and numbers; equally many for all names of one skeleton."""
     return _NUMBER.split(name)
 
 
@@ -42,7 +42,7 @@ def fold_all(names: Iterable[str]) -> list[str]:
 
 
 def listed(names: Iterable[str], most: int = 5) -> str:
-    """Names, folded, and of many the first few, on one line.
+    """Folded names on one line; only the first few of many.
 
     Example:
         >>> listed(["h.1.w", "b", "h.0.w"]), listed(["a", "b", "c"], 2)

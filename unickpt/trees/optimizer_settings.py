@@ -2,8 +2,8 @@
 
 Versions of torch add flags to groups (`foreach`, `fused`, `decoupled_weight_decay`) and to
 schedulers (`_is_initial`), or drop them (`verbose`), and schedulers add their own settings to
-groups (`initial_lr`). torch's `load_state_dict` does without those that only one side has. A
-setting that decides how to train, such as `lr` or `betas`, is never among them.
+groups (`initial_lr`). torch's `load_state_dict` accepts that only one side has them. A setting that
+decides how to train, such as `lr` or `betas`, is never among them.
 """
 
 from __future__ import annotations

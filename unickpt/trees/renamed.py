@@ -13,8 +13,8 @@ from unickpt.trees.tree import Leaf, Node
 def renamed(node: Node | Leaf, sources: Mapping[str, str], names: Collection[str]) -> Node | Leaf:
     """The containers of leaves under new names.
 
-    A container all of whose leaves moved together, and nothing else with them, is what it was,
-    with what is in it: a list stays a list, and empty containers are there. All others are dicts.
+    A container whose leaves all moved together, without others, keeps its type and its members: a
+    list stays a list, and empty containers remain. All others become dicts.
 
     Arguments:
         node: the structure under the old names.
@@ -86,7 +86,7 @@ def _with_names(node: Node, moves: Mapping[str, str]) -> Node:
 
 
 def _grafted(node: Node | Leaf, whole: Mapping[str, Node], depth: int) -> Node | Leaf:
-    """Dicts of new names, with the containers that moved whole in their places."""
+    """Dicts of new names, with the containers that moved whole at their places."""
     if isinstance(node, Leaf):
         return node
     leaf = next(tree.leaves(node), None)

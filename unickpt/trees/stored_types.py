@@ -1,8 +1,8 @@
-"""Values of types that the format lacks, such as sets and paths, stored as what they consist of.
+"""Values of types that the format lacks, such as sets and paths, stored as their parts.
 
-Which value was of which type is kept beside them, as a text under the key `STORED_TYPES`: JSON of
-the names of types, outermost first, by the names of values. The names are those of a list, so that
-no class is ever looked up.
+The type of each value is stored next to them, as a text under the key `STORED_TYPES`: JSON of the
+names of types, outermost first, by the names of values. The names are those of a fixed list, so
+that no class is ever looked up.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from unickpt.errors import CheckpointCorrupt, UnsupportedFormat
 from unickpt.quoting import quoted
 
 STORED_TYPES = "unickpt_types"
-"""The key under which the types are stored, beside the values."""
+"""The key under which the types are stored, next to the values."""
 _FACTORIES: dict[str, Any] = {
     kind.__name__: kind for kind in (int, float, str, bool, list, dict, set)
 }
@@ -35,8 +35,8 @@ class StoredType:
     Arguments:
         name: stored.
         kinds: the classes; their subclasses do not count.
-        store: what a value consists of.
-        restore: the reverse; checks what it is given.
+        store: returns the parts of a value.
+        restore: the reverse; checks its argument.
     """
 
     name: str
@@ -93,13 +93,13 @@ def parsed_types(text: Any, where: str, known_names: Collection[str]) -> dict[st
     """The types of values, by their names, outermost first.
 
     Arguments:
-        text: what is stored under `STORED_TYPES`; untrusted.
+        text: the value of `STORED_TYPES`; untrusted.
         where: the checkpoint, for errors.
         known_names: of types.
 
     Raises:
         CheckpointCorrupt: the text is malformed.
-        UnsupportedFormat: it names a type that is not known.
+        UnsupportedFormat: it names an unknown type.
 
     Example:
         >>> parsed_types('{"callbacks/dirpath": ["path"]}', "runs/last.ckpt", ["path"])

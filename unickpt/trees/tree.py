@@ -29,7 +29,7 @@ Key = str | int
 Rebuild = Callable[[list[Any]], Any]
 Check = Callable[["Node", Callable[[str], Any]], None]
 MAX_DEPTH = 200
-"""How many containers may lie in each other."""
+"""The largest depth of nested containers."""
 _MOST_KEY_BITS = 4096  # Python converts no text of more than 4,300 digits to an int
 
 
@@ -73,8 +73,8 @@ class Node:
     `kind` is one of dict, ordereddict, list, tuple, namedtuple, object (any other container with
     named children) and wrapper (one child, which adds no component to the name). `original` is the
     container that was flattened, if there was one. `check` raises if `rebuild` would, as far as
-    that can be told before arrays are read: it takes the node, and a function from the name of a
-    leaf to a plain value, or to what stands for an array (the same object for the same array).
+    that is known before arrays are read: it takes the node, and a function from the name of a leaf
+    to a plain value, or to a stand-in for an array (the same object for the same array).
     """
 
     kind: str
@@ -128,12 +128,12 @@ def component(key: Key, numbers: Set[str] = frozenset()) -> str:
     return text
 
 
-# What needs no escapes, as nearly all keys.
+# Keys that need no escapes, as nearly all.
 _is_plain = re.compile(r"(?!__)\.*+[^%/.][^%/]*+").fullmatch
 
 
 def join(prefix: str, part: str) -> str:
-    """A name, of that of a container and one component."""
+    """A name, from that of a container and one component."""
     return f"{prefix}/{part}" if prefix else part
 
 
@@ -150,9 +150,9 @@ def flatten(
         tree: any nesting of containers.
         is_leaf: whether an object is a leaf.
         expand: expands the frameworks' own containers; called before dataclasses are expanded.
-        what: what is impossible with a tree that is refused, for the error.
-        problem_of: why a leaf cannot be stored, with its name; called only of trees that are
-            refused, so that all problems are reported together.
+        what: the operation that is impossible with a refused tree, for the error.
+        problem_of: returns why a leaf cannot be stored, with its name; called only for refused
+            trees, so that all problems are reported together.
 
     Raises:
         UnsupportedLeaf: names every object that is neither a leaf nor a container, every bad key,
@@ -328,7 +328,7 @@ def _tuple_like(template: tuple[Any, ...], values: list[Any]) -> Any:
     try:
         try:
             new = tuple.__new__(make, values)
-        except TypeError:  # of a class that is written in C, as torch.Size
+        except TypeError:  # from a class written in C, such as torch.Size
             new = make(values)
     except Exception as error:
         raise UnsupportedLeaf(
@@ -368,14 +368,14 @@ def _expand_dataclass(obj: Any) -> Expansion | None:
 
 
 def unwrapped(node: Node | Leaf | T) -> Node | Leaf | T:
-    """A structure without the objects around it that are no part of its name."""
+    """A structure without enclosing wrappers, which are no part of its name."""
     while isinstance(node, Node) and node.kind == "wrapper":
         (node,) = node.children
     return node
 
 
 def find(node: Node | Leaf | None, name: str) -> Node | Leaf | None:
-    """What has a name in a structure, with objects around it; None if nothing has."""
+    """The node of a name in a structure, with enclosing wrappers; None if there is none."""
     path = ""
     while isinstance(node, Node) and path != name:
         both = named_children(node, path)
@@ -385,7 +385,7 @@ def find(node: Node | Leaf | None, name: str) -> Node | Leaf | None:
 
 
 def by_key(node: Node | Leaf) -> dict[Any, Node | Leaf]:
-    """The children of a container, without objects around it, by their keys; none of a leaf."""
+    """The children of a container without enclosing wrappers, by key; none for a leaf."""
     inner = unwrapped(node)
     return {} if isinstance(inner, Leaf) else dict(zip(inner.keys, inner.children, strict=True))
 
@@ -428,7 +428,7 @@ def leaves(node: Node | Leaf) -> Iterator[Leaf]:
         yield node
     else:
         for child in node.children:
-            if isinstance(child, Leaf):  # as nearly all: a generator for each would take longer
+            if isinstance(child, Leaf):  # nearly all are: a generator for each would take longer
                 yield child
             else:
                 yield from leaves(child)
@@ -484,8 +484,8 @@ def rebuild(
     Arguments:
         node: the structure.
         value: returns a leaf.
-        left_alone: names of leaves; a container of none but these is the original itself, so that
-            no object loads what it holds already.
+        left_alone: names of leaves; a container of only these stays the original itself, so that no
+            object reloads its own values.
     """
     if isinstance(node, Leaf):
         return value(node.name)
@@ -500,10 +500,10 @@ def rebuild(
 
 
 def without(node: Node | Leaf, left_out: Set[str]) -> Node | Leaf | None:
-    """A structure without some leaves, and without the containers that have no others.
+    """A structure without some leaves, and without containers that have no other leaves.
 
-    A container of which members are left out becomes a dict with the keys of the others: the
-    positions in a list stay what they were.
+    A container that loses members becomes a dict with the keys of the others: positions in a list
+    stay the same.
 
     Arguments:
         node: as it is stored.
@@ -578,7 +578,7 @@ class Skeleton:
     children: tuple[Skeleton | None, ...]
 
     def is_of(self, kind: str, keys: tuple[Key, ...], type_name: str) -> bool:
-        """Whether a container has this structure, but for its children."""
+        """Whether a container has this structure, except for its children."""
         is_equal = (kind, keys, type_name) == (self.kind, self.keys, self.type_name)
         return is_equal and list(map(type, keys)) == list(map(type, self.keys))  # as 1 == True
 

@@ -125,7 +125,7 @@ def is_kind(value: Plain, dtype: dtypes.DType) -> bool:
 def value_to_json(value: Plain) -> Any:
     """A plain value as JSON: itself where JSON keeps it exactly, else an object with its type.
 
-    Of an `Opaque` it is the pickle; the tree has the name of its class.
+    For an `Opaque` it is the pickle; the tree has the name of its class.
     """
     value = plain(value)
     if isinstance(value, Opaque):
@@ -191,11 +191,11 @@ def to_json(node: Node | Leaf) -> Any:
 
 
 def with_opaque(structure: Any, values: Mapping[str, Any]) -> dict[str, Any]:
-    """The plain values of a tree, in which those that are opaque are `Opaque`s.
+    """The plain values of a tree, with opaque ones as `Opaque` objects.
 
     Arguments:
         structure: as `to_json` returns it.
-        values: by name; of what is opaque, its pickle.
+        values: by name; for an opaque one, its pickle.
 
     Raises:
         BadTree: the structure is invalid.
@@ -222,11 +222,11 @@ def from_json(structure: Any) -> Node | Leaf:
     """The inverse of `to_json`, with Python's built-in containers.
 
     Namedtuples keep their name and fields; objects (dataclasses, registered pytrees) become dicts,
-    and wrappers what they wrap. No class is ever looked up by name. A leaf that is opaque has as
-    its value an `Opaque` without its pickle, others have none.
+    and wrappers become what they wrap. No class is ever looked up by name. The value of an opaque
+    leaf is an `Opaque` without its pickle; others have no value.
 
     Raises:
-        BadTree: says what is wrong with the structure.
+        BadTree: the structure is invalid; says why.
     """
     return _from_json(structure, "", 0)
 
@@ -278,7 +278,7 @@ def _from_json(structure: Any, name: str, depth: int) -> Node | Leaf:
 
 
 def _children(kind: str, body: Any, name: str) -> tuple[tuple[Key, ...], list[Any]]:
-    """The keys of a container, and what it has under these.
+    """The keys of a container, and its members.
 
     Raises:
         BadTree: they are not as `to_json` writes them.
@@ -355,7 +355,7 @@ _PATH = r"(.*?)(?: - at `(?:key in )?\$(.*)`)?"
 
 
 class BadJSON(ValueError):
-    """A reason why what is stored is invalid."""
+    """A reason why stored JSON is invalid."""
 
 
 def parsed(data: bytes | msgspec.Raw) -> Any:
@@ -379,7 +379,7 @@ def members(data: bytes | msgspec.Raw, subject: str) -> dict[str, msgspec.Raw]:
 
     Arguments:
         data: the object.
-        subject: what it is, for messages.
+        subject: its name in messages.
 
     Raises:
         BadJSON: it is no object, or has a key twice.
@@ -390,7 +390,7 @@ def members(data: bytes | msgspec.Raw, subject: str) -> dict[str, msgspec.Raw]:
         body = parsed(data)
         if not isinstance(body, dict):
             raise BadJSON(f"{subject} is {quoted(body)}, not an object") from None
-        # It has a text that is not valid Unicode: the parser of that member says which.
+        # It has a text that is not valid Unicode: the parser of that member reports which.
         return {key: msgspec.Raw(json.dumps(value).encode()) for key, value in body.items()}
     # No JSON of the same members is shorter than this, and one with a key twice is longer.
     shortest = len(ENCODER.encode(list(raw_members))) + len(raw_members)
@@ -405,10 +405,10 @@ def decoded(decoder: msgspec.json.Decoder[T], data: bytes, kind: str, name: str)
     Arguments:
         decoder: of the struct.
         data: the object.
-        kind, name: what it is of, for messages.
+        kind, name: its owner, for messages.
 
     Raises:
-        BadJSON: it does not fit, or has a key twice; names the member and what is stored.
+        BadJSON: it does not fit, or has a key twice; names the member and its stored value.
     """
     try:
         struct = decoder.decode(data)
@@ -421,10 +421,10 @@ def decoded(decoder: msgspec.json.Decoder[T], data: bytes, kind: str, name: str)
 
 
 def typed(body: Any, kind: Any, subject: str) -> Any:
-    """What was parsed, converted to a type that checks it.
+    """Converts parsed JSON to a type that checks it.
 
     Raises:
-        BadJSON: it does not fit; names the member and what is stored.
+        BadJSON: it does not fit; names the member and its stored value.
     """
     try:
         return msgspec.convert(body, kind)

@@ -15,7 +15,7 @@ _VARIABLE = "/value"  # of an `nnx.Variable`
 
 
 def bare(name: str) -> str:
-    """A name without wrapper components; equal for names that may mean the same leaf.
+    """A name without wrapper components; equal for names that may stand for the same leaf.
 
     Example:
         >>> bare("optim/state/module.layers.0.weight/exp_avg")

@@ -1,9 +1,9 @@
-"""Encodes an OCDBT database whose values are ranges of files that exist already.
+"""Encodes an OCDBT database whose values are ranges of existing files.
 
 TensorStore writes the values of a database itself, or copies references from another one, key by
-key. Neither makes a database of references that lead to files of one's own choice, nor one of
-millions of keys in seconds: here whole columns of a node are encoded at once. TensorStore documents
-the format; `nodes` decodes it.
+key. Neither way allows references to arbitrary files, or a database of millions of keys in seconds:
+here whole columns of a node are encoded at once. TensorStore documents the format; `nodes` decodes
+it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from unickpt.storage.errors import Failed
 from unickpt.threads import in_batches
 
 _ENTRIES = 2048
-"""Of a node. Decoded, they take far less than the 8 MiB that TensorStore's nodes have at most.
+"""The most entries of a node. Decoded, they take far less than the 8 MiB limit of TensorStore.
 
 A process that loads its own chunks of many arrays reads a leaf of each, and each leaf costs the
 coordinator a checksum. Measured with 4,096 processes and 200 arrays (benchmarks/scale.py), with
@@ -36,11 +36,11 @@ MOST_INLINE = 100
 _MOST_DECODED, _ARITY_LOG2 = 8 << 20, 4  # TensorStore's defaults
 _MISSING = (1 << 64) - 1
 _FEW = 32  # below this, NumPy is slower than Python
-_LONG = 1 << 10  # so long keys are compared one by one, which takes less memory
+_LONG = 1 << 10  # longer keys are compared one by one, which takes less memory
 
 PLACE_FIELDS = ("file", "<i4"), ("offset", "<u8"), ("length", "<u8")
 PLACE_DTYPE = np.dtype([*PLACE_FIELDS])
-"""Where a value is: the number of its file, or `INLINE`, and its bytes there."""
+"""The place of a value: the number of its file, or `INLINE`, and its bytes there."""
 _AS_BYTES = np.dtype((np.void, PLACE_DTYPE.itemsize))
 INLINE = -1
 """Instead of a file: the value is among those that are stored in nodes."""
@@ -61,11 +61,11 @@ class TreeEntries:
 
 
 class _Placed(NamedTuple):
-    """A node, and where it is.
+    """A node, and its place.
 
     Arguments:
         first: its first key.
-        place: where it is.
+        place: its place.
         keys: number of keys below it.
         tree_bytes: of it and of all nodes below it.
         value_bytes: of all values in files below it.
@@ -87,10 +87,10 @@ def encode(
     """A database of any size; in memory are one run and one node at a time.
 
     Arguments:
-        runs: its entries; all keys of a run are after those of the run before.
+        runs: its entries; all keys of a run follow those of the previous run.
         files: the paths of the files with the values, below the database's folder, ascending.
-        inline: the values that nodes hold themselves, joined; places without a file refer to it.
-        place: stores a node in a file below the database's folder; returns where it is.
+        inline: the values that nodes hold themselves, joined; places without a file are in it.
+        place: stores a node in a file below the database's folder; returns its place.
 
     Returns:
         The manifest, and the number of keys.
@@ -140,8 +140,8 @@ def _batches(runs: Iterable[TreeEntries]) -> Iterator[tuple[list[bytes], PlaceAr
 
 
 def _joined(places: Sequence[PlaceArray]) -> PlaceArray:
-    """Some places, one after the other. NumPy compares the fields of each with those of the next,
-    which takes longer than all else for the few chunks of an array; so they are joined as bytes."""
+    """Joined places. NumPy would compare the fields of each dtype with those of the next, which
+    takes longer than all else for the few chunks of an array; so they are joined as bytes."""
     if len(places) == 1:
         return places[0]
     return np.concatenate([batch.view(_AS_BYTES) for batch in places]).view(PLACE_DTYPE)
@@ -150,7 +150,7 @@ def _joined(places: Sequence[PlaceArray]) -> PlaceArray:
 def _above(
     height: int, nodes: Sequence[_Placed], place: Callable[[bytes], DataReference]
 ) -> _Placed:
-    """The node above some."""
+    """The parent of some nodes."""
     ordered = sorted({node.place.path for node in nodes})
     numbers = {path: number for number, path in enumerate(ordered)}
     body = [
@@ -206,7 +206,7 @@ def _leaf(
 
 
 def _references(nodes: Sequence[_Placed], files: dict[str, int]) -> list[bytes]:
-    """Where nodes are, and what is below them; column by column."""
+    """The places of nodes, and the totals below them; column by column."""
     if not nodes:
         return [_numbers([0, _MISSING, _MISSING, 0, 0, 0])]
     rows = [
@@ -217,7 +217,7 @@ def _references(nodes: Sequence[_Placed], files: dict[str, int]) -> list[bytes]:
 
 
 def _keys(keys: Sequence[bytes], *, is_inner: bool) -> list[bytes]:
-    """Keys, each without what it shares with the one before; no prefix is shared by all below."""
+    """Keys, each without the prefix shared with the previous one; none is shared by all below."""
     shared, lengths, suffixes = _without_shared(keys)
     common = bytes(len(keys)) if is_inner else b""
     return [_numbers(_both(shared[1:], lengths)), common, suffixes]
@@ -233,7 +233,8 @@ def _files(paths: Sequence[bytes]) -> bytes:
 
 
 def _without_shared(texts: Sequence[bytes]) -> tuple[Any, Any, bytes]:
-    """How many bytes each shares with the one before, how many others it has, and these, joined."""
+    """The number of bytes each shares with the previous one, the number of its others, and these,
+    joined."""
     lengths = np.fromiter(map(len, texts), np.int64, len(texts))
     longest = int(lengths.max())
     if len(texts) < _FEW or longest > _LONG:
@@ -254,14 +255,14 @@ def _without_shared(texts: Sequence[bytes]) -> tuple[Any, Any, bytes]:
 
 
 def _both(first: Any, second: Any) -> Any:
-    """Two columns of numbers, one after the other."""
+    """Two consecutive columns of numbers."""
     if isinstance(first, list) and isinstance(second, list):
         return first + second
     return np.concatenate([np.asarray(first, np.uint64), np.asarray(second, np.uint64)])
 
 
 def _same(a: bytes, b: bytes) -> int:
-    """How many bytes two texts begin with that are the same."""
+    """The length of the common prefix of two texts, in bytes."""
     most = min(len(a), len(b))
     differs = int.from_bytes(a[:most]) ^ int.from_bytes(b[:most])
     return most - (differs.bit_length() + 7) // 8

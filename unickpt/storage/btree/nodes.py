@@ -56,7 +56,7 @@ class NodeBudget:
         self._most += _PER_STORED_BYTE * stored
 
     def take(self, nbytes: int) -> None:
-        """Counts memory that is about to be used.
+        """Counts memory before it is used.
 
         Raises:
             Damaged: it is too much for the stored bytes.
@@ -70,7 +70,7 @@ class NodeBudget:
 
 
 class DataReference(NamedTuple):
-    """Where a value or a node is: a range of bytes in a data file.
+    """The place of a value or a node: a range of bytes in a data file.
 
     TensorStore calls it an indirect data reference.
 
@@ -88,10 +88,10 @@ class DataReference(NamedTuple):
 
 
 class Manifest(NamedTuple):
-    """What a manifest says about the newest version of a database.
+    """The facts of a manifest about the newest version of a database.
 
     Arguments:
-        root: where the root node is; None if the database is empty.
+        root: the place of the root node; None if the database is empty.
         height: of the root node.
         keys: number of keys, as the manifest claims.
         nbytes: of all nodes and values in files, likewise.
@@ -107,7 +107,7 @@ class Manifest(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class BTreeNode:
-    """A B-tree node; equal to itself alone.
+    """A B-tree node; equal only to itself.
 
     Arguments:
         height: 0 for a leaf.
@@ -130,7 +130,7 @@ class BTreeNode:
     inline: bytes
 
     def find(self, entry: int) -> bytes | DataReference:
-        """The value of an entry, or where it is, or where its node is."""
+        """The value of an entry, or its place, or the place of its node."""
         offset, length = int(self.offsets[entry]), int(self.lengths[entry])
         if self.which[entry] < 0:
             return self.inline[offset : offset + length]
@@ -180,8 +180,8 @@ def node(
 
     Arguments:
         data: the stored bytes.
-        where: they are from.
-        height: that the node must have.
+        where: their origin.
+        height: the height that the node must have.
         prefix: of all its keys.
         budget: of the database.
 
@@ -240,15 +240,15 @@ class _Body:
     Arguments:
         stored: the bytes.
         packed: whether they are a zstd stream.
-        name: what they are, for messages.
-        budget: for what is unpacked.
+        name: their name in messages.
+        budget: for the unpacked bytes.
     """
 
     def __init__(self, stored: bytes, packed: bool, name: str, budget: NodeBudget) -> None:
         self._stored, self._packed, self._name, self._budget = stored, packed, name, budget
         self._data = b"" if packed else stored
         self._at = 0
-        # How much to unpack next; no more than this is unpacked.
+        # The number of bytes to unpack next; no more are unpacked.
         self._guess, self._most = 0, len(stored)
         if packed:  # as TensorStore does, and no save of ours
             from unickpt.storage.btree import bounded_codecs
@@ -297,7 +297,7 @@ class _Body:
         127."""
         data, position, value, shift = self._data, self._at, 0, 0
         plain = data[position : position + count]
-        if len(plain) == count and plain.isascii():  # as most
+        if len(plain) == count and plain.isascii():  # most are
             self._at += count
             return [*plain]
         numbers: list[int] = []

@@ -1,1 +1,1 @@
-"""What commands share, also those of plug-ins: output, options, tables."""
+"""Shared parts of commands, including those of plug-ins: output, options, tables."""

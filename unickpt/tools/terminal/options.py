@@ -1,4 +1,4 @@
-"""The options that several commands share: rules, and hints of what is read."""
+"""The options that several commands share: rules, and hints for reading."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ Overwrite = Annotated[
 def save_options(
     budget: int | None, compression: str | None = None, quantize: list[str] | None = None
 ) -> SaveOptions:
-    """How to write; `--budget` is that of this process, not of its node."""
+    """The options for writing; `--budget` is that of this process, not of its node."""
     expected = "a pattern and its codes, such as opt/**=uint8"
     codes = named_values("--quantize", quantize, expected)
     try:
@@ -99,7 +99,7 @@ def save_options(
 
 
 def read_rules(name: str | None, inverse: bool, sizes: list[str] | None) -> Rules | None:
-    """The rules that the options ask for."""
+    """The rules that the options request."""
     if name is None:
         if inverse or sizes:
             fail("--inverse and --size need --rules")
@@ -124,7 +124,7 @@ def _sizes(assignments: list[str] | None) -> dict[str, int]:
 
 
 def source_of(path: str, hints: list[str] | None, under: str = "") -> str | Checkpoint:
-    """What to read: the path, or the checkpoint opened with the hints, or the part of it."""
+    """The source: the path, or the checkpoint opened with the hints, or the part of it."""
     if not hints and not under:
         return path
     opened = checkpoint.open(path, hints=parsed_hints(hints))
@@ -137,12 +137,12 @@ def parsed_hints(hints: list[str] | None) -> dict[str, Any]:
 
 
 def named_values(option: str, assignments: list[str] | None, expected: str) -> dict[str, Any]:
-    """What a repeated option gives as `name=value`, with values of JSON, or else texts.
+    """The `name=value` pairs of a repeated option, with values as JSON, or else as texts.
 
     Arguments:
         option: its name.
         assignments: of it.
-        expected: what each has to be, for the error.
+        expected: the expected form of each, for the error.
     """
     values: dict[str, Any] = {}
     for assignment in assignments or ():
@@ -157,7 +157,7 @@ def named_values(option: str, assignments: list[str] | None, expected: str) -> d
 
 
 def checked_format(to: str | None, destination: str) -> str:
-    """The format to write, or a message and the end."""
+    """The format to write; ends the command with a message if there is none."""
     try:
         return writers.chosen(to, destination)
     except ValueError as error:

@@ -1,5 +1,5 @@
-"""Output of the commands: texts without control characters, JSON, progress, exit codes; what those
-that write checkpoints print, once for all processes of torchrun."""
+"""Output of the commands: texts without control characters, JSON, progress, exit codes; and the
+output of commands that write checkpoints, once for all processes of torchrun."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs."
 
 
 def command_app(**settings: Any) -> typer.Typer:
-    """An app for a command, or for several below one name, as `unickpt.commands` leads to."""
+    """An app for a command, or for several below one name: a target of `unickpt.commands`."""
     return typer.Typer(add_completion=False, rich_markup_mode=None, **settings)
 
 
 class _Console(Console):
     def on_broken_pipe(self) -> None:
-        raise BrokenPipeError  # rich would exit with 1, which says that something is damaged
+        raise BrokenPipeError  # rich would exit with 1, which means that something is damaged
 
 
 def console(*, stderr: bool = False) -> Console:
@@ -48,14 +48,14 @@ def print_json(body: Any) -> None:
 
 
 def drop_output() -> None:
-    """Writes all further output nowhere, after its reader has closed the pipe."""
+    """Discards all further output, after its reader has closed the pipe."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 @contextmanager
 def verdict(code: int) -> Iterator[None]:
-    """Prints the report of a command, and ends it with an exit code, also if the reader closes the
-    pipe before it has all of it."""
+    """Prints the report of a command, and ends it with an exit code, even if the reader closes the
+    pipe early."""
     try:
         yield
         sys.stdout.flush()
@@ -75,7 +75,7 @@ def fail(message: str) -> NoReturn:
 
 
 def confirm(question: str) -> None:
-    """Asks a person; ends the command if the answer is no, or if there is no terminal."""
+    """Prompts the user; ends the command if the answer is no, or if there is no terminal."""
     if not is_interactive():
         warn("nothing was removed: no terminal to ask on; pass --yes")
         raise typer.Exit(_REFUSED)
@@ -83,7 +83,7 @@ def confirm(question: str) -> None:
 
 
 def is_interactive() -> bool:
-    """Whether a person can answer."""
+    """Whether a user can answer a prompt."""
     return sys.stdin.isatty()
 
 
@@ -99,14 +99,13 @@ def transfer(*, shown: bool = True) -> Iterator[Callable[[int, int], None]]:
 
 
 def clean(text: str, keep: str = "") -> str:
-    """Text from a checkpoint; see `printable`. Lines of a message, if they are kept, are as long as
-    they are."""
+    """Text from a checkpoint; see `printable`. Lines of a message, if kept, are not shortened."""
     return printable(text, len(text) if keep else _MOST_TEXT, keep)
 
 
 @contextmanager
 def job() -> Iterator[bool]:
-    """Joins the other processes of torchrun, where there are any; whether this is the first."""
+    """Joins the other processes of torchrun, if any; returns whether this is the first."""
     if int(os.environ.get("WORLD_SIZE", "1")) == 1 or "MASTER_ADDR" not in os.environ:
         yield True
         return
@@ -121,12 +120,12 @@ def job() -> Iterator[bool]:
 
 
 def print_written(done: str, report: SaveReport, verified: bool, as_json: bool) -> None:
-    """Says what was written.
+    """Prints what was written.
 
     Arguments:
-        done: what was done.
+        done: the operation, in words.
         report: of it.
-        verified: whether what was written was read again.
+        verified: whether the result was read back.
         as_json: for programs.
     """
     if as_json:
@@ -149,7 +148,7 @@ def print_written(done: str, report: SaveReport, verified: bool, as_json: bool) 
 
 
 def written_json(report: SaveReport) -> dict[str, Any]:
-    """What was written, for programs."""
+    """The report of what was written, for programs."""
     names = ("url", "arrays", "bytes", "chunks", "processes", "seconds")
     errors = {
         name: {"largest_error": absolute, "largest_relative_error": relative}

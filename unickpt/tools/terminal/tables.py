@@ -1,4 +1,4 @@
-"""Tables of the commands: in columns, with names that break between lines, also of many rows."""
+"""Tables of the commands: columns, names that break between lines, and many rows."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rich.text import Text
 from unickpt.tools.terminal.output import clean, console
 
 Cell = str | tuple[str, str]
-"""A text from a checkpoint; or a text that is printed as it is, and its style."""
+"""A text from a checkpoint; or a text to print unchanged, and its style."""
 
 MANY_ROWS = 500
 _LEAST_NAME = 24
@@ -39,8 +39,8 @@ def print_table(
 ) -> None:
     """Prints a table.
 
-    Tables of rich take 0.3 ms for each row. Where there are many rows, they are printed as plain
-    lines, as they come, in columns as wide as the first of them need.
+    Tables of rich take 0.3 ms for each row. Many rows are printed as plain lines as they come, in
+    columns as wide as the first of them need.
 
     Arguments:
         columns: the headings.
@@ -73,7 +73,7 @@ def _styled(cell: Cell) -> tuple[str, str]:
 
 
 def wrapped(name: str, width: int) -> str:
-    """A name in lines that break behind a slash or a dot, as far as these are there.
+    """A name in lines that break after a slash or a dot, where there are any.
 
     Example:
         >>> wrapped("model.decoder.layer", 15).splitlines()
