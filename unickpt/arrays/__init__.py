@@ -1,1 +1,1 @@
-"""What an array is, without any framework: boxes, meshes, layouts, dtypes, host memory."""
+"""Arrays without any framework: boxes, meshes, layouts, dtypes, host memory."""

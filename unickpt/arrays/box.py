@@ -230,7 +230,7 @@ _PRIME = (1 << 61) - 1
 
 
 def fill_exactly(whole: Box, boxes: Sequence[Box]) -> bool:
-    """Whether every element of `whole` lies in exactly one of `boxes`, all of which lie within it.
+    """Whether every element of `whole` lies in exactly one of `boxes`; all must lie within it.
 
     Each index of each dimension gets a random weight, each element the product of its indices'
     weights. If the weights of the boxes add up to that of the whole, they fill it: by the
@@ -277,7 +277,7 @@ def uncovered(whole: Box, boxes: Iterable[Box]) -> Box | None:
 
 
 def _within(whole: Box, boxes: Iterable[Box]) -> list[Box]:
-    """What each box has in common with another one, without those that have nothing."""
+    """The intersections of boxes with another one, without empty ones."""
     return [common for box in boxes if (common := whole.intersect(box)) is not None]
 
 

@@ -84,7 +84,7 @@ def _hint(dtype: DType) -> str:
     """What to store instead of an array of an unsupported dtype."""
     if dtype.names == ("float0",):  # of JAX, for gradients of integers
         return ", and has no values: leave it out, or store None in its place"
-    if dtype.kind == "V" and dtype.names is None:  # as those of ml_dtypes are
+    if dtype.kind == "V" and dtype.names is None:  # such as those of ml_dtypes
         if dtype.name.startswith("void"):
             return ", store x.view(numpy.uint8)"
         wide = {"u": "numpy.uint8", "i": "numpy.int8"}.get(dtype.name[0], "numpy.float32")

@@ -1,7 +1,7 @@
 """Copies memory that may be freed at any moment, with an error instead of a segmentation fault.
 
-A background thread copies memory of the training loop, which should not free it meanwhile, but
-may. The kernel copies it (`process_vm_readv`), and returns an error if the memory is gone.
+A background thread copies memory of the training loop, which should not free it during the copy,
+but may. The kernel copies it (`process_vm_readv`), and returns an error if the memory is gone.
 """
 
 from __future__ import annotations

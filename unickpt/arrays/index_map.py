@@ -21,8 +21,8 @@ class Digit:
         radix: the number of values of the digit.
         offset: its value where the segment begins.
         extent: the number of values of the segment.
-        inner: the number of the axis whose index it is, the digits that it consists of, or None if
-            it is always `offset`.
+        inner: the number of its axis, the digits of which it consists, or None if it is always
+            `offset`.
         reverse: whether the axis runs backwards.
     """
 

@@ -1,4 +1,4 @@
-"""Mesh and Layout: which box of an array each device, and so each process, holds."""
+"""Mesh and Layout: the box of an array that each device, and so each process, holds."""
 
 from __future__ import annotations
 
@@ -113,8 +113,8 @@ class Layout:
     def process_intervals(self, shape: Sequence[int], dim: int) -> tuple[tuple[int, int], ...]:
         """The non-empty intervals of one dimension between boundaries of *processes*.
 
-        As `intervals`, but neighbours are joined where, along all other dimensions, the same
-        processes hold both. Every box of these intervals is held whole by the same processes.
+        As `intervals`, but neighbours are joined if, along all other dimensions, the same processes
+        hold both. Every box of these intervals is held whole by the same processes.
 
         Example:
             >>> layout = Layout(Mesh(("x",), (4,), (0, 0, 1, 1)), (("x",),))
@@ -139,7 +139,7 @@ class Layout:
         return Box(tuple(starts), tuple(stops))
 
     def replicas(self, coordinate: Coordinate) -> tuple[int, ...]:
-        """The processes that hold what the device at `coordinate` holds, ascending."""
+        """The processes that hold the same box as the device at `coordinate`, ascending."""
         used = {axis for dim in self.dims for axis in dim}
         pick = tuple(
             c if axis in used else slice(None)
@@ -162,8 +162,8 @@ class Layout:
     def local(self, shape: Sequence[int], process: int) -> dict[Box, tuple[int, ...]]:
         """The distinct non-empty boxes of `process`, each with the processes that hold it.
 
-        They lie between boundaries of processes (`process_intervals`): what neighbouring devices of
-        the same processes hold is one box.
+        They lie between boundaries of processes (`process_intervals`): neighbouring devices of the
+        same processes hold one box.
         """
         intervals = _process_intervals(self, tuple(shape))
         boxes: dict[Box, tuple[int, ...]] = {}
@@ -215,7 +215,8 @@ def _process_intervals(
 
 
 def _joined(intervals: Sequence[tuple[int, int]], same: Iterable[bool]) -> list[tuple[int, int]]:
-    """Joins intervals with their predecessors; `same` says for all but the first whether to."""
+    """Joins intervals with their predecessors if `same` is true; it has an item for all but the
+    first."""
     joined_intervals = list(intervals[:1])
     for (start, stop), joins in zip(intervals[1:], same, strict=True):
         if joins:

@@ -1,4 +1,4 @@
-"""Strided memory by its address: whether two arrays have an element's memory in common."""
+"""Strided memory by its address: whether two arrays share the memory of an element."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class MemoryRegion(NamedTuple):
     """The memory of an array; not read, so it may be that of a device.
 
     Arguments:
-        device: that has the memory.
+        device: the device that has the memory.
         address: of the first element.
         shape: extents.
         strides: in bytes.
@@ -44,7 +44,7 @@ class MemoryRegion(NamedTuple):
         return self.address + low, self.address + high + self.itemsize
 
     def overlaps(self, other: MemoryRegion) -> bool:
-        """Whether a byte belongs to both; False where that takes too long to find out.
+        """Whether a byte belongs to both; False if that takes too long to determine.
 
         Example:
             >>> even = MemoryRegion("cpu", 64, (4,), (16,), 8)
@@ -55,7 +55,7 @@ class MemoryRegion(NamedTuple):
 
     def as_bytes(self) -> Array:
         """The bytes of the elements; not to be read."""
-        interface = {  # what NumPy asks for to make an array; it does not read the memory
+        interface = {  # NumPy makes an array from it, without reading the memory
             "version": 3,
             "data": (self.address, True),
             "shape": (*self.shape, self.itemsize),
@@ -76,7 +76,7 @@ class MemoryRegion(NamedTuple):
 
 
 def share(first: Array, second: Array) -> bool:
-    """Whether two arrays share memory; False where that takes too long to find out."""
+    """Whether two arrays share memory; False if that takes too long to determine."""
     try:
         return np.shares_memory(first, second, max_work=_MOST_WORK)  # type: ignore[arg-type]
     except np.exceptions.TooHardError:

@@ -1,4 +1,4 @@
-"""Names of arrays and other leaves: patterns, as options take them, and their order."""
+"""Names of arrays and other leaves: patterns for options, and the order of names."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _component(pattern: str) -> re.Pattern[str]:
     if not middle:
         return re.compile(first)
     *middle, last = middle
-    # The first place is as good as a later one.
+    # The first place is as good as any later one.
     inner = "".join(f"(?>.*?{text})" for text in middle)
     return re.compile(f"{first}{inner}.*{last}", re.DOTALL)
 

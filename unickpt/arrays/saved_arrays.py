@@ -1,4 +1,4 @@
-"""What is known of saved arrays of JAX beyond their layouts, to restore them as they were."""
+"""Facts about saved arrays of JAX beyond their layouts, to restore them exactly."""
 
 from __future__ import annotations
 
@@ -15,12 +15,11 @@ if they are not known."""
 
 @dataclass(frozen=True)
 class SavedArrays:
-    """What is known of the arrays of a checkpoint of JAX.
+    """Facts about the arrays of a checkpoint of JAX.
 
     Arguments:
-        numpy: the names of those that were arrays of NumPy; True if all were, None if it is not
-            known.
-        meshes: what is known of meshes.
+        numpy: the names of those that were arrays of NumPy; True if all were, None if unknown.
+        meshes: the facts about meshes.
     """
 
     numpy: Collection[str] | bool | None = None
@@ -28,19 +27,19 @@ class SavedArrays:
 
     @classmethod
     def of_json(cls, encoded_arrays: Mapping[str, Any]) -> SavedArrays:
-        """From `to_json`, as it is stored in the metadata of a checkpoint; of what has another form
-        nothing is known."""
+        """Decodes the result of `to_json` in the metadata of a checkpoint; anything of another form
+        counts as unknown."""
         numpy, meshes = encoded_arrays.get("numpy"), encoded_arrays.get("meshes", ())
         try:
             return cls(
                 frozenset(numpy) if isinstance(numpy, list) else numpy,
                 {(tuple(m["axes"]), tuple(m["shape"])): (m["types"], m["devices"]) for m in meshes},
             )
-        except (KeyError, TypeError):  # the metadata are a user's, by chance
+        except (KeyError, TypeError):  # a user's metadata under the same key
             return cls()
 
     def to_json(self) -> dict[str, Any]:
-        """For `of_json`."""
+        """Encodes the facts for `of_json`."""
         numpy = self.numpy
         return {
             "numpy": numpy if isinstance(numpy, bool | None) else sorted(numpy),
@@ -51,9 +50,9 @@ class SavedArrays:
         }
 
     def is_numpy(self, name: str) -> bool | None:
-        """Whether an array was one of NumPy; None if that is not known."""
+        """Whether an array was one of NumPy; None if unknown."""
         return self.numpy if isinstance(self.numpy, bool | None) else name in self.numpy
 
     def of_mesh(self, axes: Sequence[str], shape: Sequence[int]) -> MeshFacts:
-        """What is known of a mesh."""
+        """The facts about a mesh."""
         return self.meshes.get((tuple(axes), tuple(shape)), ((), ()))

@@ -112,7 +112,7 @@ def _common_run(out: Array, source: Array) -> int:
 
 
 def _extend(block: list[int], shape: Sequence[int], axes: Sequence[int], target_size: int) -> int:
-    """Extends a block along `axes`, in their order, to about `target_size` elements."""
+    """Extends a block along `axes`, in order, to about `target_size` elements."""
     run = 1
     for axis in axes:
         block[axis] = max(block[axis], min(shape[axis], -(-target_size // run)))

@@ -19,7 +19,7 @@ from unickpt.tools.terminal.output import drop_output, fail, warn
 
 class _CommandGroup(TyperGroup):
     """Prints the library's errors as messages, without a traceback; has the commands of plug-ins,
-    each of which is imported when it is called."""
+    and imports each when it is called."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         plugins = (*doors.ours("commands"), *doors.other_packages("commands"))

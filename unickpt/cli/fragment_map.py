@@ -1,4 +1,4 @@
-"""The fragment map: which processes held which box of an array, drawn with box-drawing lines."""
+"""The fragment map: the processes that held each box of an array, in box-drawing characters."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ASCII = str.maketrans("╶╴─╷┌┐┬╵└┘┴│├┤┼", "---|+++|
 
 @dataclass(frozen=True)
 class Map:
-    """The lines of a drawing, and a remark about what it does not show."""
+    """The lines of a drawing, and a remark about the parts that it omits."""
 
     lines: tuple[str, ...]
     remark: str

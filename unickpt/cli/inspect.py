@@ -246,7 +246,7 @@ def _cells(row: tree_table.OutlineRow) -> list[Cell]:
     if facts.kind == "tie":
         return [(label, ""), "", ("tied", "dim")]
     if facts.kind == "value":
-        size = size_text(facts.nbytes) if facts.nbytes else ""  # of what is opaque
+        size = size_text(facts.nbytes) if facts.nbytes else ""  # of an opaque leaf
         return [(label, ""), "", (clean(facts.dtype), "dim"), "", "", (size, "dim")]
     if facts.kind == "per process":
         values = counted(facts.fragments or 0, "value")
@@ -286,7 +286,7 @@ def _totals(checkpoint: Checkpoint) -> Text:
 
 
 def _experts(checkpoint: Checkpoint) -> list[Text]:
-    """A line for each key of experts of which some are saved at a time; and one for the PLT."""
+    """A line for each key of experts that take turns to be saved; and one for the PLT."""
     where, metadata = str(checkpoint.location), checkpoint.index.metadata
     steps_of = unit_steps.stored(metadata, where)
     if steps_of is None:
@@ -475,7 +475,7 @@ def _facts(checkpoint: Checkpoint, array: StoredArray, entry: ArrayEntry) -> lis
 
 
 def _codec_facts(entry: ArrayEntry) -> dict[str, Mapping[str, Any]]:
-    """What the codec of an array says about it, by its name, if it is none of Zarr's."""
+    """The note of an array's codec about it, by its name, if it is none of Zarr's."""
     codec = codec_of(entry)
     return {} if codec is None else {codec.name: codec.facts(entry)}
 

@@ -8,7 +8,7 @@ import sys
 
 
 def main() -> None:
-    """Runs the command line, or says what to install where the extra `cli` is missing."""
+    """Runs the command line, or reports what to install if the extra `cli` is missing."""
     try:
         from unickpt.cli.app import app
     except ModuleNotFoundError as error:
@@ -20,7 +20,7 @@ def main() -> None:
         )
         sys.exit(2)
     for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:  # closed by who started this
+        if getattr(sys, name) is None:  # closed by the parent process
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115  # until the process ends
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):

@@ -1,4 +1,4 @@
-"""What `inspect --nonfinite` and `verify --nonfinite` print: NaN and infinity in each array."""
+"""The output of `inspect --nonfinite` and `verify --nonfinite`: NaN and infinity in each array."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Nonfinite = Annotated[
 
 
 def count_nonfinite(path: str, hints: list[str] | None, as_json: bool, under: str = "") -> bool:
-    """Counts, and prints the counts; whether all are finite."""
+    """Counts, prints the counts, and returns whether all are finite."""
     with transfer() as progress:
         report = unickpt.find_nonfinite(source_of(path, hints, under), progress=progress)
     if as_json:

@@ -1,4 +1,4 @@
-"""The tables of `inspect --timing`: which processes and phases a save took its time in."""
+"""The tables of `inspect --timing`: the time of a save by process and phase."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _PHASE = ("phase", "mean", "median", "busiest", "process", "busiest / mean")
 
 
 def print_timing(out: Console, timing: Timing, everything: bool) -> None:
-    """Prints what each phase took, and the processes, the slowest first.
+    """Prints the time of each phase, and the processes, the slowest first.
 
     Arguments:
         out: where to.

@@ -1,1 +1,1 @@
-"""What people are shown of checkpoints and reports: as facts, and as HTML in notebooks."""
+"""Display of checkpoints and reports: as facts, and as HTML in notebooks."""

@@ -1,4 +1,4 @@
-"""Which processes held which box of an array, as the cells of a grid that can be drawn."""
+"""The processes that held each box of an array, as the cells of a drawable grid."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from unickpt.trees import name_ranges
 BoxHolders = Sequence[tuple[Box, tuple[int, ...]]]
 Interval = tuple[int, int]
 GridBand = tuple[int | None, Interval]
-"""A row or a column, and what it shows of its dimension; None stands for several, left out."""
+"""A row or a column, and its interval of the dimension; None stands for several omitted ones."""
 
 _MAX_ROWS = 16
 _MAX_COLUMNS = 16
@@ -30,9 +30,9 @@ class FragmentGrid:
     Arguments:
         down, across: the dimensions that run down and to the right; None if there is none.
         rows, columns: of the grid.
-        owner: for each row and column the number of its fragment; None where cells are left out.
-        labels: of each fragment: the processes that held it, and its devices if these differ.
-        remark: what the grid does not show.
+        owner: for each row and column the number of its fragment; None where cells are omitted.
+        labels: for each fragment the processes that held it, and its devices if these differ.
+        remark: names the parts that the grid does not show.
     """
 
     down: int | None
@@ -78,7 +78,7 @@ def grids(
 
 
 def head(slot: GridBand) -> str:
-    """What a row or a column shows of its dimension."""
+    """The text of the interval of a row or a column."""
     number, interval = slot
     return ELIDED if number is None else f"{interval[0]}:{interval[1]}"
 
@@ -106,7 +106,7 @@ def _cuts(fragments: BoxHolders, dim: int | None) -> list[Interval]:
 
 
 def _across(box: Box, down: int | None, across: int | None) -> tuple[Interval, Interval]:
-    """A box in the plane that is drawn."""
+    """A box in the drawn plane."""
     rows = (0, 1) if down is None else (box.start[down], box.stop[down])
     return rows, (0, 1) if across is None else (box.start[across], box.stop[across])
 

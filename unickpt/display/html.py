@@ -1,8 +1,8 @@
 """Facts as HTML for notebooks: a title, tables, and the grid of an array's fragments.
 
-All text is escaped, because names come from untrusted storage. There are no scripts, and styles are
-only inline and translucent, so that they look alike on light and on dark pages, and survive where
-notebooks are shown. Whatever is shown, the HTML has at most some 100 kB.
+All text is escaped, because names come from untrusted storage. There are no scripts. Styles are
+only inline and translucent, so that they look alike on light and dark pages, and survive in viewers
+of notebooks. The HTML never has more than some 100 kB.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from unickpt.quoting import shortened, size_text
 
 MOST_ROWS = 100
 MOST_FRAGMENTS = 4096
-"""Arrays of more are summarised: their map would take seconds, and show no more."""
+"""Arrays with more fragments are summarised: a map would take seconds, and show no more."""
 _MOST_TEXT = 160
 _INDENT = "\N{NO-BREAK SPACE}"
 _LINE = "1px solid rgba(128,128,128,.35)"
@@ -28,16 +28,16 @@ _NUMBER = "text-align:right;padding:2px 12px 2px 0;white-space:nowrap"
 _HEAD = f"border-bottom:{_LINE};font-weight:600;opacity:.75"
 
 Cell = str | int | float
-"""Numbers stand at the right."""
+"""The style of numbers: right-aligned."""
 
 
 def page(title: str, about: str, facts: Iterable[str], *bodies: str) -> str:
-    """What is shown of one thing.
+    """The display of one object.
 
     Arguments:
-        title, about: what it is, and which one.
+        title, about: its kind and its name.
         facts: texts on a line below.
-        bodies: HTML that other functions of this module made.
+        bodies: HTML from other functions of this module.
     """
     line = " · ".join(_text(fact) for fact in facts)
     return (
@@ -164,7 +164,7 @@ def _map_row(grid: FragmentGrid, row: int) -> str:
 
 
 def _run(owners: Sequence[int | None]) -> int:
-    """How many of the first are alike; where cells are left out, a fragment has several runs."""
+    """The number of equal items at the start; with omitted cells, a fragment has several runs."""
     return sum(1 for _ in takewhile(lambda owner: owner == owners[0], owners))
 
 
@@ -179,7 +179,7 @@ def _map_cell(lines: Sequence[str], span: str) -> str:
 
 
 def plain(text: str, most: int = _MOST_TEXT) -> str:
-    """Text from a checkpoint in one line: shortened, and without what would change how it looks.
+    """Text from a checkpoint in one line: shortened, and without characters that change its look.
 
     Example:
         >>> plain("a\\nb\\u202e")

@@ -24,7 +24,7 @@ _NO_BLOCKS: Mapping[str, BlockType] = {}
 
 @dataclass(frozen=True)
 class TreeRowFacts:
-    """What is shown of a leaf, or of several equal leaves in total.
+    """The displayed facts of a leaf, or of several equal leaves in total.
 
     `kind` is "array", "value", "per process" or "tie"; `fragments` is per leaf, `nbytes` in total.
     """
@@ -170,7 +170,7 @@ def _mesh_labels(index: Index) -> Mapping[Mesh, str]:
 
 @dataclass(frozen=True)
 class _Labels:
-    """What the facts of leaves are taken from."""
+    """The source of the facts of leaves."""
 
     index: Index
     meshes: Mapping[Mesh, str]

@@ -1,1 +1,1 @@
-"""Chunks that a save need not write, because an earlier checkpoint has them."""
+"""References to chunks that a save need not write, because an earlier checkpoint has them."""

@@ -1,4 +1,4 @@
-"""The chunks that one process of a save holds, and where they are: what its record says."""
+"""The chunks that one process of a save holds, and their places, for its record."""
 
 from __future__ import annotations
 
@@ -26,22 +26,21 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, eq=False)  # not frozen: a save makes one for each chunk, see `protocol`
 class WriteItem:
-    """One chunk that this process holds, or several that follow each other and are all borrowed;
-    never modified.
+    """One chunk that this process holds, or several consecutive borrowed ones; never modified.
 
     Arguments:
         array: number of the array in this process's description.
         entry: the array.
         part: the part of the array.
-        number: the chunk's row-major number in the part; of several, that of the first.
+        number: the chunk's row-major number in the part; for several, that of the first.
         position: its number among the chunks of all parts (see `commit.messages`), likewise.
-        box: its box in the global array; of several chunks, that of a fragment that has them all.
-        nbytes: of its elements in memory; of several chunks, of all.
+        box: its box in the global array; for several chunks, that of a fragment that has them all.
+        nbytes: of its elements in memory; for several chunks, of all.
         fragment: holds its data.
         assumed: as `ArraySource.assumed`.
-        unit: that it is a part of.
-        borrowed: whether the chunk of the step before is saved, not its data.
-        count: how many chunks these are.
+        unit: the unit to which it belongs.
+        borrowed: whether the chunk of the previous step is saved, not its data.
+        count: the number of chunks.
     """
 
     array: int
@@ -63,7 +62,7 @@ class WriteItem:
 
     @property
     def numbers(self) -> range:
-        """Of its chunks in the part."""
+        """The numbers of its chunks in the part."""
         return range(self.number, self.number + self.count)
 
     def chunks(self) -> Sequence[WriteItem]:
@@ -80,7 +79,7 @@ class WriteItem:
         )  # fmt: skip
 
     def select(self, which: range) -> WriteItem:
-        """Some of its chunks, by their positions among them."""
+        """Some of its chunks, by their positions in it."""
         if len(which) == self.count:
             return self
         number, box = self.number + which.start, self.box
@@ -99,8 +98,8 @@ class WriteItem:
 
 _PLACE = list(PLACE_DTYPE.names or ())
 Taken = DataReference | BaseEntry | bytes
-"""Where a value is that a save refers to: in a file, below the folder of the process; in a
-checkpoint beside the new one. Or itself, if it is to be written again."""
+"""The place of a value that a save references: in a file, below the folder of the process, or in a
+sibling checkpoint. Or the value itself, if it must be written again."""
 
 
 class Compared(NamedTuple):
@@ -108,8 +107,8 @@ class Compared(NamedTuple):
 
     Arguments:
         digest: of the chunk.
-        reused: where its values are; empty if it has to be written.
-        added: one more value, which is to be written.
+        reused: the places of its values; empty if it has to be written.
+        added: one more value to write.
     """
 
     digest: int
@@ -118,7 +117,7 @@ class Compared(NamedTuple):
 
 
 class ValuePlaces:
-    """Where everything is that a process saves: what its record says. Several threads add to it.
+    """The places of all values that a process saves, for its record. Several threads add to it.
 
     Arguments:
         items: the chunks, in the order of their rows.
@@ -132,14 +131,14 @@ class ValuePlaces:
         self.chunks["chunk"] = np.repeat(position - first, counts) + np.arange(len(self.chunks))
         self._places = self.chunks[_PLACE]  # a view
         self.others: list[ValuePlace] = []
-        """Where the values are that are no chunks, in their order."""
+        """The places of the values that are no chunks, in order."""
         self._files = dict[str, int]()
         self._inline, self._nbytes = list[bytes](), 0
         self._additions, self._bases = [np.zeros(0, ADDITION_DTYPE)], dict[BaseEntry, int]()
         self._lock = threading.Lock()
 
     def place(self, reference: DataReference | BaseEntry) -> ValuePlace:
-        """Where a value is that was taken, as the record says it."""
+        """The place of a reused value, in the form of the record."""
         with self._lock:
             if isinstance(reference, BaseEntry):
                 return ELSEWHERE, self._bases.setdefault(reference, len(self._bases)), 0
@@ -147,8 +146,8 @@ class ValuePlaces:
             return number, reference.offset, reference.length
 
     def note(self, comparisons: Mapping[int, Compared]) -> None:
-        """Notes where the values of chunks are that were not written, by their rows: that of a
-        whole one, or its full chunk and what was added to that."""
+        """Records the places of the values of reused chunks, by their rows: that of a whole chunk,
+        or of its full chunk and the values added to it."""
         places, additions = list[ValuePlace](), list[tuple[int, ...]]()
         for row, comparison in comparisons.items():
             first = comparison.reused[0]
@@ -175,13 +174,13 @@ class ValuePlaces:
     def add(
         self, file: DataFile, rows: Sequence[int], value_count: int, links: Sequence[int] = ()
     ) -> None:
-        """Notes where the values of a file are.
+        """Records the places of the values of a file.
 
         Arguments:
             file: with these values.
-            rows: of those that are chunks; -1 - row for what is added to chunks.
+            rows: of those that are chunks; -1 - row for values that are added to chunks.
             value_count: how many values follow.
-            links: which values of their chunks these are.
+            links: their positions among the values of their chunks.
 
         Raises:
             StorageError: it has more or fewer.
@@ -219,7 +218,7 @@ class ValuePlaces:
             self.others = places[len(row_numbers) :].tolist()
 
     def record(self, description: int, **more: Any) -> Record:
-        """The record of all that was noted.
+        """The record of all recorded places.
 
         Arguments:
             description: digest of the process's description.

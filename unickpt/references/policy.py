@@ -1,8 +1,8 @@
-"""The seam for chunks that a save need not write, because an earlier checkpoint has them.
+"""The interface for chunks that a save need not write, because an earlier checkpoint has them.
 
-A save refers to values that are stored already: in files that it links, or in a checkpoint beside
-it. Which ones, and what is written instead, a `ReferencePolicy` decides. What may be referred to
-and how it is stored is part of the format (docs/format.md), and so of the core.
+A save references values that are already stored: in files that it links, or in a sibling
+checkpoint. A `ReferencePolicy` decides which ones, and what is written instead. The kinds of
+references and their storage are part of the format (docs/format.md), and so of the core.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class DescribedSave:
-    """What a save knows in the call, when every leaf is described.
+    """The facts of a save in the call, when every leaf is described.
 
     Arguments:
-        url: where the checkpoint will be.
+        url: of the new checkpoint.
         attempt: the name that the save will have in the index.
         entries: the arrays.
-        sources: what this process holds of them.
-        units: the names of arrays with units; the step before may have older ones.
-        arrays: the arrays as the program has them, by name.
-        current: some of them as they are now, by name.
+        sources: the parts of them that this process holds.
+        units: the names of arrays with units; the previous step may have older ones.
+        arrays: the program's arrays, by name.
+        current: the current data of some of them, by name.
     """
 
     url: str
@@ -48,10 +48,10 @@ class DescribedSave:
 
 
 class Skipped(Protocol):
-    """What a save neither stages nor reads, because it is known to be as in the base."""
+    """The parts that a save neither stages nor reads, because they are known to equal the base."""
 
     def skips(self, name: str, box: Box) -> bool:
-        """Whether nothing of a box that consists of chunks is staged."""
+        """Whether no chunk of a box is staged; the box consists of whole chunks."""
 
     def skips_chunk(self, name: str, box: Box) -> bool:
         """Whether a chunk is not staged."""
@@ -59,21 +59,21 @@ class Skipped(Protocol):
 
 @dataclass(frozen=True)
 class WritingSave:
-    """What a save knows when it is about to write, in one process.
+    """The facts of a save in one process before it writes.
 
     Arguments:
         location: of the new checkpoint.
-        folder: in which this process writes.
-        base: the checkpoint whose equal chunks are taken; None if only what this save leaves out
-            is taken.
-        is_given: whether the program has named the base, so that it must be there.
+        folder: the folder in which this process writes.
+        base: the checkpoint whose equal chunks are reused; None to reuse only the chunks that this
+            save leaves out.
+        is_given: whether the program has named the base, so that it must exist.
         compression: `SaveOptions.compression`.
         selection: which units are written, if some may be left out.
-        skipped: what is neither staged nor read.
+        skipped: the parts that are neither staged nor read.
         budget_bytes: host memory to compare with.
         fsync: whether files are flushed to disk.
-        encoder: chooses how arrays are stored, if that is not decided before. It is to follow each
-            base, whether anything of that is used or not; None where one cannot be read.
+        encoder: chooses how arrays are stored, if that is not decided before. It must follow each
+            base, even an unused one; None if one cannot be read.
     """
 
     location: Location
@@ -89,22 +89,22 @@ class WritingSave:
 
 
 class ReferencePolicy(Protocol):
-    """Decides what saves refer to; what the door `references` leads to is called with
+    """Decides what saves reference. The target of the door `references` is called with
     `SaveOptions.reuse`, `changed` and `kept_cost`."""
 
     name: str
-    """By which records and the index have its notes."""
+    """The name of its notes in records and in the index."""
 
     def skipped(self, save: DescribedSave, before: Any) -> tuple[Skipped | None, Any]:
-        """What a save need not stage. Called on each process, in the call that saves.
+        """The parts that a save need not stage. Called on each process, in the saving call.
 
         Arguments:
-            save: what is known of it.
-            before: what this method returned for the save that is the base; None if nothing is
-                known of it, so that nothing may be skipped.
+            save: the facts of the save.
+            before: the result of this method for the base's save; None if there is none, so that
+                nothing may be skipped.
 
         Returns:
-            Also what has to be known of this save for the next one.
+            Also the facts about this save that the next one needs.
 
         Raises:
             ValueError: the options do not fit the state.
@@ -119,16 +119,17 @@ class ReferencePolicy(Protocol):
             may be in another of `Selection.earlier` than was expected.
 
         Raises:
-            CheckpointNotFound, InvalidPath: the base that the program named is not there.
-            StorageError: it is not there, but has what this save does not write.
+            CheckpointNotFound, InvalidPath: the base that the program named does not exist.
+            StorageError: it does not exist, but the save needs it for chunks that it does not
+                write.
         """
 
     def merge(self, notes: Mapping[int, Any], statistics: Sequence[Mapping[str, float]]) -> Any:
-        """What the index says on behalf of this policy, below its name. Pure.
+        """The policy's entry in the index, below its name. Pure.
 
         Arguments:
-            notes: `ReferenceSource.note` by process, where there is one.
-            statistics: what each process has written (`commit.messages.Record`).
+            notes: `ReferenceSource.note` by process, if there is one.
+            statistics: of the output of each process (`commit.messages.Record`).
         """
 
 
@@ -136,10 +137,9 @@ class Claim(Protocol):
     """How a process saves some chunks.
 
     Arguments:
-        written: those that are written, in this order, unless they are equal in the base.
-        reused: those that are taken from the base, whatever they hold.
-        notes: what codecs say about arrays of which chunks are taken: number of the array, codec,
-            note.
+        written: the chunks to write, in this order, unless they equal those of the base.
+        reused: the chunks to reuse from the base, whatever they hold.
+        notes: the codecs' notes about arrays with reused chunks: number of the array, codec, note.
     """
 
     written: Sequence[WriteItem]
@@ -147,14 +147,14 @@ class Claim(Protocol):
     notes: Sequence[tuple[int, str, Any]]
 
     def take(self, places: ValuePlaces, first: int) -> Mapping[int, WriteItem]:
-        """Takes `reused`; called while the others are written.
+        """Reuses `reused`; called while the others are written.
 
         Arguments:
-            places: where it is noted, of `written` and `reused`.
+            places: records the places of `written` and `reused`.
             first: the row of the first of `reused`.
 
         Returns:
-            Those that have to be written after all, by their rows.
+            The chunks that have to be written after all, by their rows.
         """
 
 
@@ -162,45 +162,45 @@ class ReferenceSource(Protocol):
     """An earlier checkpoint, for one process of one save. Several threads may call `compare`."""
 
     compares: bool
-    """Whether chunks that are written are compared; else only what the save leaves out is taken."""
+    """Whether written chunks are compared; else only chunks that the save leaves out are reused."""
     adds: bool
-    """Whether values are added to chunks that are taken."""
+    """Whether values are added to reused chunks."""
     note: Any
     """For `ReferencePolicy.merge`; None for nothing."""
 
     @property
     def nbytes(self) -> int:
-        """Logical bytes of what was taken, less those of what was added to it."""
+        """Logical bytes of reused chunks, minus those of the values added to them."""
 
     @property
     def kept_bytes(self) -> int:
-        """The bytes of all files that stay alive for what was taken."""
+        """The bytes of all files that stay alive for reused chunks."""
 
     def claim(self, items: Sequence[WriteItem], *, in_order: bool) -> Claim:
         """Decides how some chunks are saved.
 
         Arguments:
             items: the chunks.
-            in_order: whether those that are written must stay in their order.
+            in_order: whether the written ones must keep their order.
         """
 
     def compare(self, item: WriteItem, data: Array) -> Compared:
-        """Takes a chunk, or what differs little from it, if the base has that.
+        """Reuses a chunk, or one that differs little from it, if the base has it.
 
         Arguments:
             item: the chunk.
             data: its elements, or the bytes that its codec stores if that is none of Zarr's.
 
         Raises:
-            StateChanged: it is not what the program said of it.
+            StateChanged: it contradicts the program's statement about it.
         """
 
     def most_at_once(self, items: Sequence[WriteItem]) -> int | None:
-        """How many of these chunks the memory allows to compare at the same time; None if comparing
-        takes none."""
+        """The number of these chunks that memory allows to compare at the same time; None if
+        comparing takes none."""
 
     def read(self, item: WriteItem) -> Array:
-        """A chunk that was borrowed, and has to be written; as it is stored if its codec is none of
+        """A borrowed chunk that has to be written; in its stored form if its codec is none of
         Zarr's.
 
         Raises:
@@ -208,4 +208,4 @@ class ReferenceSource(Protocol):
         """
 
     def digest(self, item: WriteItem) -> int:
-        """The digest of a chunk as the base has it. Raises as `read`."""
+        """The digest of the base's chunk. Raises as `read`."""

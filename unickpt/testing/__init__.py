@@ -1,8 +1,8 @@
-"""For the tests of formats that others add (`unickpt.extend`): what holds for every one of them.
+"""For the tests of formats that others add (`unickpt.extend`): tests that hold for all formats.
 
     from unickpt.testing import ReaderSuite
 
-    class TestMyFormat(ReaderSuite):  # inherits all tests; see there what it has to say
+    class TestMyFormat(ReaderSuite):  # inherits all tests; see there what it must define
         ...
 
 Needs pytest, as zarr's tests of stores do.

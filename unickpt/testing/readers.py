@@ -1,4 +1,4 @@
-"""What holds for every readable format, as tests that a test class inherits."""
+"""Tests that hold for every readable format, which a test class inherits."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def arrays() -> dict[str, np.ndarray]:
 
 
 def nested(flat: Mapping[str, Any]) -> dict[str, Any]:
-    """Names with slashes as the nested dicts that they stand for."""
+    """The nested dicts that names with slashes stand for."""
     root: dict[str, Any] = {}
     for name, value in flat.items():
         put(root, name.split("/"), value)
@@ -56,8 +56,7 @@ def same(loaded: Any, expected: np.ndarray) -> bool:
 
 
 class FormatCase:
-    """A format that is tested: how a checkpoint of it is written and damaged, and what of it is
-    known."""
+    """A format under test: how a checkpoint of it is written and damaged, and facts about it."""
 
     values: Mapping[str, Any] = {"step": 7, "name": "run"}
     """The plain values that the format can hold; empty if none."""
@@ -77,15 +76,15 @@ class FormatCase:
         raise NotImplementedError
 
     def name(self, name: str) -> str:
-        """What we call an array or a value of this suite; `{l}` in it stands for a number."""
+        """Our name of an array or a value of this suite; `{l}` in it stands for a number."""
         return name
 
     def shown(self) -> Mapping[str, np.ndarray]:
-        """The arrays that we show of `arrays()`, but for further names of the same."""
+        """The arrays of `arrays()` that we show, without further names of the same."""
         return {self.name(name): array for name, array in arrays().items()}
 
     def shown_values(self) -> Mapping[str, Any]:
-        """The plain values that we show of `values`."""
+        """The plain values of `values` that we show."""
         return {self.name(name): value for name, value in self.values.items()}
 
     @property
@@ -99,7 +98,7 @@ class FormatCase:
 
     @contextlib.contextmanager
     def registered(self) -> Iterator[None]:
-        """While the format is known, and what lies in files is read in chunks of a KiB.
+        """A context in which the format is registered, and files are read in chunks of a KiB.
 
         A format that is not built in is registered here, and unregistered after.
         """
@@ -115,7 +114,7 @@ class FormatCase:
 
 
 class OpeningSuite(FormatCase):
-    """Tests of what is there once a checkpoint is opened."""
+    """Tests of an opened checkpoint."""
 
     def test_names_shapes_dtypes_and_values(self, path: Path) -> None:
         opened = unickpt.open(path)
@@ -139,7 +138,7 @@ class OpeningSuite(FormatCase):
 
 
 class LoadingSuite(FormatCase):
-    """Tests of loading: into what, onto what, through what."""
+    """Tests of loading: into trees, onto meshes, through rules."""
 
     def test_load_as_stored(self, path: Path) -> None:
         tree = unickpt.load(path)
@@ -297,9 +296,9 @@ class ToolSuite(FormatCase):
 class ReaderSuite(OpeningSuite, LoadingSuite, ToolSuite):
     """Tests of one format: a class that derives from this one in a test module inherits them.
 
-    The derived class says what `FormatCase` asks: how a checkpoint of its format is written and
-    damaged (`write`, `damage`); and, where that differs, by what names its arrays are known
-    (`name`), what it can hold (`values`), and how it comes to be known while a test runs
+    The derived class defines the members of `FormatCase`: how a checkpoint of its format is written
+    and damaged (`write`, `damage`); and, if they differ from the defaults, the names of its arrays
+    (`name`), the values that it can hold (`values`), and how it is registered during a test
     (`registered`).
 
     Example:

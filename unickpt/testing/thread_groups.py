@@ -42,7 +42,7 @@ class Threads:
         return ProcessGroup(index, self.count, "threads", agree, exchange)
 
     def run(self, work: Callable[[int, LoadOptions], Any], **options: Any) -> list[Any]:
-        """What each thread returns or raises."""
+        """The result or the error of each thread."""
 
         def run_thread(index: int) -> Any:
             try:
