@@ -107,7 +107,7 @@ class RunFeature:
     """The part of a feature that lives as long as a run; a base class whose methods do nothing."""
 
     needs_steps_before = False
-    """Whether steps reference earlier steps. These are then retired instead of removed, if no rule
+    """Whether steps reference earlier steps. These are then retired instead of kept, if no rule
     keeps them."""
 
     def before_save(self, call: SaveCall) -> tuple[SaveFeature | None, Mapping[str, Any]]:

@@ -19,7 +19,7 @@ _log = logging.getLogger("unickpt")
 ProgressFunction = Callable[[int, int], None]
 """Called with the bytes that are done and those in total."""
 Progress = ProgressFunction | bool | None
-"""What `progress=` takes: True shows a bar, on process 0."""
+"""The type of `progress=`: True shows a bar on process 0."""
 
 
 def check_progress(progress: object) -> None:

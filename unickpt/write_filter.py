@@ -50,7 +50,7 @@ class ArrayUnits:
 
 
 class Units(Protocol):
-    """Which arrays belong to units; one object for all saves of a run with the same units."""
+    """The arrays that belong to units; one object for all saves of a run with the same units."""
 
     def find(self, name: str, shape: Sequence[int], layout: Layout | None) -> ArrayUnits | None:
         """The units of which an array holds a part; None if it is saved every time.
@@ -72,7 +72,7 @@ class WriteFilter(Protocol):
 
     @property
     def units(self) -> Units:
-        """Which arrays belong to units."""
+        """The arrays that belong to units."""
 
     def select(self, index: Index, units: Mapping[str, ArrayUnits]) -> Selection:
         """Chooses the units to write. All processes must choose alike.
@@ -105,7 +105,7 @@ class Earlier:
 
 @dataclass(frozen=True)
 class Selection:
-    """Which units a save writes.
+    """The units that a save writes.
 
     Arguments:
         units: the units of this process in each array that has any.

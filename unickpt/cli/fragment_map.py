@@ -99,7 +99,7 @@ class _Drawing:
         return widths
 
     def _cell(self, r: int, c: int) -> tuple[int, ...]:
-        """What distinguishes a cell from its neighbours: its owner, or its own position."""
+        """The key that distinguishes a cell from its neighbours: its owner, or its position."""
         if not (0 <= r < len(self.rows) and 0 <= c < len(self.columns)):
             return ()
         owner = self.owner[r][c]

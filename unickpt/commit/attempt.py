@@ -115,7 +115,7 @@ class Attempt:
         """Whether some records were missing when the coordinator last looked; in the others,
         always."""
         self.arrivals: Arrivals | None = None
-        """Which records the coordinator has seen, and when; None if that is not stored."""
+        """The records that the coordinator has seen, and when; None if that is not stored."""
         if not self.is_alone if timed is None else timed:
             from unickpt.format.timing import Arrivals
 
@@ -144,7 +144,7 @@ class Attempt:
 
         Raises:
             CheckpointExists: it holds a checkpoint (without `overwrite`) or foreign files.
-            UnsupportedFormat: it holds one that needs what this unickpt does not know.
+            UnsupportedFormat: it holds one that needs features this unickpt does not know.
             StorageError: the storage cannot be read.
         """
         root.refuse_other_files(self.location)
@@ -250,7 +250,7 @@ class Attempt:
             self.notes.poll_now_and_then()
 
     def discard(self) -> None:
-        """Ends a failed save: removes what was written, if no checkpoint can need it any more.
+        """Ends a failed save: removes the written files, if no checkpoint can need them.
 
         Every process removes its own data, and that of processes that left before it. The last one
         to leave removes the rest, because the others read notes until then. If a process died, the
@@ -289,7 +289,7 @@ class Attempt:
 
     @property
     def may_remove(self) -> bool:
-        """Whether it is certain that no process commits what this process wrote."""
+        """Whether it is certain that no process commits the output of this process."""
         return self._state in REMOVABLE or (not self.is_alone and self.notes.settled)
 
     def sync(self, folder: Location) -> None:
@@ -327,7 +327,7 @@ class Attempt:
     def replaced(self) -> dict[str, Totals]:
         """The totals of the last commits here, by attempt, for processes that have not seen theirs.
 
-        Only of those that were announced; in the others no process waits.
+        Only announced commits: no process waits in the others.
         """
         from unickpt.commit import version
 

@@ -1,4 +1,4 @@
-"""Which process writes which chunk; all processes compute the same answer.
+"""The owner of each chunk: the process that writes it; all processes compute the same one.
 
 Nothing is communicated. The processes that hold a chunk are its *replicas*. Each of them computes
 the writer from facts that all of them know: the arrays that they hold alike. So only chunks of the

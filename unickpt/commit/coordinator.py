@@ -39,7 +39,7 @@ class Committed:
 
     Arguments:
         totals: of the checkpoint.
-        merged: what all processes saved.
+        merged: the merged output of all processes.
         writers: the statistics of each process.
     """
 

@@ -63,7 +63,7 @@ SAVES = Use(
 
 @dataclass(frozen=True)
 class _Holder:
-    """What a holder writes about itself; of what anything else wrote, only what fits."""
+    """The holder's text about itself; of another program's text, only the fields that fit."""
 
     host: str = ""
     process: int = -1

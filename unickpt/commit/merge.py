@@ -63,7 +63,7 @@ class Merged:
 
     @property
     def extra(self) -> dict[str, dict[str, Any]]:
-        """What codecs say about arrays, by codec and array."""
+        """The codecs' notes about arrays, by codec and array."""
         notes = dict[str, dict[str, Any]]()
         for name, entry in self.index.arrays.items():
             for codec, note in entry.extra.items():

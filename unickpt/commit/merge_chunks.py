@@ -97,7 +97,7 @@ def merged_chunks(
 
     Arguments:
         index: of all processes.
-        records: what they wrote.
+        records: of their output.
         names: for each process the arrays that it has.
         assumed: arrays whose replication is only assumed.
         winners: arrays for which only the chunks of one process count, with that process.
@@ -177,7 +177,7 @@ class _ListedChunks:
         self.process, self.kind = np.zeros(count, np.uint32), np.full(count, WHOLE, np.uint8)
         self.place = np.zeros(count, PLACE_DTYPE)
         self.number, self._count = np.arange(count), count
-        """Which of all it is."""
+        """Its position among all chunks."""
         self.additions, self.blobs = [np.zeros(0, ADDITION_DTYPE)], dict[str, ValuePlace]()
         """All additions; their rows are the numbers of their chunks."""
         self.files, self.inline = list[tuple[int, str]](), list[bytes]()
@@ -346,7 +346,7 @@ def requests(
 
     Arguments:
         index: of all processes.
-        table: what they wrote.
+        table: of the chunks that they wrote.
         names: for each process the arrays that it has.
         winners: arrays that one process must write whole, with that process.
         written: the bytes that each process wrote.

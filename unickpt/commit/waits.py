@@ -198,7 +198,7 @@ class Waits:
 
 @dataclass(frozen=True)
 class _LateNote:
-    """What the coordinator writes about a `Late`, when it did, and when it will write again."""
+    """The coordinator's report about a `Late`, with the times of this and of the next report."""
 
     count: int
     phases: list[tuple[int, str]]
@@ -207,7 +207,7 @@ class _LateNote:
 
 
 def _late(data: bytes) -> tuple[Late, float] | None:
-    """What the coordinator wrote, and when it will write again; None if that cannot be read."""
+    """The coordinator's report, and the time of the next one; None if it cannot be read."""
     note = parse_note(data, _LateNote)
     if note is None or not 0 < len(note.phases) <= note.count:
         return None

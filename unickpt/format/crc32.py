@@ -73,7 +73,7 @@ class Parts:
     def __init__(self, whole: Range) -> None:
         self._whole, self._lock = whole, Lock()
         self.gaps = [(whole.begin, whole.end)]
-        """What has not been read, in order."""
+        """The unread ranges, in order."""
         self._starts: dict[int, tuple[int, int]] = {}  # of what has been: its end, its CRC-32
         self._ends: dict[int, int] = {}
 

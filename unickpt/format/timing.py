@@ -87,7 +87,7 @@ class Timing:
 
     @property
     def processes(self) -> int:
-        """How many there were."""
+        """The number of processes."""
         return len(self.began)
 
     @property
@@ -240,7 +240,7 @@ class Arrivals:
     """
 
     extra: Mapping[str, Any] = {FEATURE: {}}
-    """What an index says that there is a timing by."""
+    """The entry of an index for a timing."""
 
     def __init__(self, count: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock

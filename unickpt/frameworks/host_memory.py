@@ -243,7 +243,7 @@ def _default(options: Any) -> Any:
 
 
 class CommonOptions:
-    """What `SaveOptions` and `LoadOptions` have in common."""
+    """The common part of `SaveOptions` and `LoadOptions`."""
 
     budget_bytes: int | MemoryBudget | None
     timeout_s: float

@@ -81,7 +81,7 @@ class _Misfit(ValueError):
 
 
 def blob_key(name: str, process: int) -> str:
-    """Where one process's value of a per-process leaf is stored."""
+    """The key of one process's value of a per-process leaf."""
     return f"{name}/process_{process:05d}" if name else f"process_{process:05d}"
 
 

@@ -114,7 +114,7 @@ class BoundedGroup(ABC):
     index: int
     count: int
     members: Members | None = None
-    """Which processes of the framework's job these are; None for all."""
+    """The members of the framework's job that form this group; None for the whole job."""
 
     @abstractmethod
     def within(self, timeout_s: float) -> Group:
@@ -137,7 +137,7 @@ def within(group: Group, timeout_s: float) -> Group:
 
 
 def members_of(group: Group) -> Members | None:
-    """Which processes of a framework's job a group consists of; None for a whole job."""
+    """The processes of a framework's job in a group; None for a whole job."""
     return group.members if isinstance(group, BoundedGroup) else None
 
 

@@ -79,7 +79,7 @@ class Head:
 
 
 def padding(size: int) -> int:
-    """How many bytes are missing to a multiple of `ALIGN`."""
+    """The number of bytes missing to a multiple of `ALIGN`."""
     return -size % ALIGN
 
 

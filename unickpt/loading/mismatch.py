@@ -58,7 +58,7 @@ def message(
     Arguments:
         where: the checkpoint.
         rows: the differences.
-        lacks: what the checkpoint lacks by its format; see `Reader`.
+        lacks: state that the checkpoint's format lacks; see `Reader`.
         requested: the names of all leaves of `like`.
         skipped: rows of stored leaves that are not requested, and are no error.
     """

@@ -143,7 +143,7 @@ def _expert(key: str, number: int) -> str:
 
 
 def _rest(stored: str, requested: str) -> str:
-    """Which wrapper components a name lost; the same text for all layers, so that they fold."""
+    """The wrapper components that a name lost; one text for all layers, so that they fold."""
     parts = iter(requested.replace("/", ".").split("."))
     next_part = next(parts, None)
     dropped = []

@@ -138,7 +138,7 @@ NUMBERS = {bool: "bool", int: "int64", float: "float64"}
 
 
 class LoadRequest(NamedTuple):
-    """What a load requests.
+    """The request of a load.
 
     Arguments:
         node: the structure of `like`.
@@ -210,7 +210,7 @@ Shape = tuple[int, ...]
 
 
 class Policy(NamedTuple):
-    """What to do about differences; see `load`.
+    """The handling of differences; see `load`.
 
     Arguments:
         keep_missing: leaves that are not stored keep what they hold.
@@ -347,8 +347,8 @@ def compare(view: View, request: LoadRequest, policy: Policy) -> LoadReport:
 
     Arguments:
         view: the checkpoint.
-        request: what `like` requests.
-        policy: what may differ.
+        request: the request of `like`.
+        policy: the allowed differences.
 
     Returns:
         What will be loaded and what will not.

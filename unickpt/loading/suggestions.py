@@ -307,7 +307,7 @@ def _changes(
 
 
 def _difference(requested: Tokens, stored: Tokens) -> Change:
-    """What remains of two names without their common first and last components."""
+    """The rest of two names without their common first and last components."""
     head = 0
     while head < min(len(requested), len(stored)) and requested[head] == stored[head]:
         head += 1

@@ -93,7 +93,7 @@ class _Messages:
 
     @cached_property
     def starts(self) -> list[int]:
-        """Where each message begins, after everything was added."""
+        """The start of each message, after everything was added."""
         return [0, *accumulate(self.sizes)][:-1]
 
     def views(self, data: Array, chunk: SharedChunk) -> list[tuple[Box, Array]]:

@@ -101,10 +101,10 @@ class _NodeRead:
         return [job for job in jobs if not job.targets.keys() <= self.done.keys()]
 
     def read(self, jobs: Sequence[Job], mine: int) -> None:
-        """Reads alone until all have come, then together; adds what is complete to `done`.
+        """Reads alone until all have come, then together; adds complete leaves to `done`.
 
         Arguments:
-            jobs: what to read.
+            jobs: the arrays to read.
             mine: the bytes that this process would read alone.
 
         Raises:

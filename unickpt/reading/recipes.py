@@ -98,7 +98,7 @@ class MappedSource:
         return pull(self.source, chunk.start, chunk.stop, whole)
 
     def copy(self, common: AxisRanges, box: Box, chunk: Box) -> Copy:
-        """Where ranges lie in a chunk, and in a box of the requested array."""
+        """The places of ranges in a chunk, and in a box of the requested array."""
         extents = tuple(b - a for a, b in common)
         source = _strided(self.source, common, chunk.start)
         return Copy(extents, *source, *_strided(self.out, common, box.start))
@@ -156,9 +156,9 @@ class _StoredBox:
 
 
 ElementSource = MappedSource | Unchanged
-"""Where elements of a requested array come from."""
+"""A source of elements of a requested array."""
 Needed = _Pulled | _StoredBox
-"""What a box of a requested array needs from a stored one: boxes that contain it, and the copies.
+"""The needs of a box of a requested array from a stored one: boxes that contain it, and the copies.
 
 Equal values mean equal needs for arrays of the same shape.
 """
@@ -186,7 +186,7 @@ class Fill:
     value: float | int | bool | complex
 
     def copies(self, box: Box) -> Iterator[Copy]:
-        """Where the constant lies in a box of the array; reads nothing."""
+        """The places of the constant in a box of the array; reads nothing."""
         from unickpt.arrays.index_map import pull
 
         whole = tuple((0, n) for n in self.extents)
@@ -224,7 +224,7 @@ class Recipe:
 def _strided(
     dims: Sequence[Dim], ranges: AxisRanges, start: Sequence[int]
 ) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]:
-    """Where ranges of axes begin in a box of an array, and each axis's steps along its dimensions.
+    """The start of ranges of axes in a box of an array, and each axis's steps along its dimensions.
 
     Arguments:
         dims: of the array, in terms of the axes.

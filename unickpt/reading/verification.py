@@ -51,9 +51,9 @@ class VerifyReport:
 
     Arguments:
         url: the checkpoint.
-        arrays, chunks, bytes: what was read.
+        arrays, chunks, bytes: how many were read.
         seconds: how long it took.
-        damage: what was found.
+        damage: the problems that were found.
         unverified: why bytes that changed would not be noticed, and of which arrays; empty if all
             have digests, or checksums of the format's own.
     """

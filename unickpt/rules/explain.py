@@ -88,7 +88,7 @@ def left_over(
         made: the arrays that the rules make.
         requested: all requested leaves.
         candidates: all families that a rule matches.
-        shared: what all parameters share.
+        shared: the values that all parameters share.
     """
     ties = dict(_ties(unmade, made, requested))
     misfits, explained = _misfits({**unused, **unmade}, ties.keys(), candidates, shared)

@@ -54,7 +54,7 @@ class Cleaning:
         self._remove_from(dict.fromkeys(expendable, (root,)))
 
     def remove(self, steps: Collection[int]) -> None:
-        """Removes steps from both tiers, also those that rules keep; but no step that is in use or
+        """Removes steps from both tiers, even those that rules keep, but no step that is in use or
         that others borrow from, unless it can be retired. If a version stays, which does not count,
         so do the others."""
         steps_by_folder = {folder: set(folder.committed()) for folder in self._steps.all}

@@ -131,7 +131,7 @@ class _SearchedFolder:
         self._is_committed = any(f.name == MANIFEST for f in self._own)
 
     def orphans(self) -> list[Orphan]:
-        """The orphans in it; none if it needs what this program does not know."""
+        """The orphans in it; none if it needs features that this program does not know."""
         try:
             orphans = list(self._search())
             if self._is_committed and orphans:

@@ -77,7 +77,7 @@ class Retention:
         return self.metric is None or self.metric in metrics
 
     def how_to_rate(self, metrics: Metrics) -> str:
-        """What to do about a step that `rates` refuses."""
+        """Advice about a step that `rates` refuses."""
         metrics_text = f"the metrics {sorted(metrics)}" if metrics else "no metrics"
         return (
             f"keep_best={self.keep_best} keeps steps by metric={self.metric!r}, but the first save "

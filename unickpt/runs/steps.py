@@ -52,7 +52,7 @@ def step_number(step: object, what: str = "step ") -> int:
 
 
 class Newer(Enum):
-    """Which tier has the current version of a step."""
+    """The tier that has the current version of a step."""
 
     SAME = "both have the same one"
     LOCAL = "the local tier"
@@ -175,7 +175,7 @@ class Steps:
         self.root, self.local, self.roles, self.after = root, local, roles, after
         self.all = [root] if local is None else [local, root]
         self.first = self.all[0]
-        """Where saves go."""
+        """The folder of new saves."""
         for folder in self.all:
             weakref.finalize(self, Lease.give_back, folder.lease)
         self.in_use = StepsInUse()
@@ -314,7 +314,7 @@ class Steps:
                 return versions
 
     def not_found(self, step: int, steps: Sequence[int]) -> CheckpointNotFound:
-        """The error that a step is not among those that are committed."""
+        """The error that a step is not committed."""
         have = ", ".join(map(str, steps[-10:])) or "none"
         where = f"is not in {self.root.location}; the committed steps are"
         if self.roles is not None:

@@ -379,7 +379,7 @@ _MOST = 2  # saves in flight: one is written while the next is staged
 
 @dataclass(frozen=True)
 class SaveRequest:
-    """What to save in the background.
+    """The arguments of a save in the background.
 
     Arguments:
         path, tree, options, overwrite: as for `save_async`; or the location of a path.
@@ -485,7 +485,7 @@ class SaveQueue:
 
     @contextmanager
     def following(self) -> Iterator[None]:
-        """An error here is raised in the saving call; the next save skips nothing."""
+        """Within the block, an error makes the next save skip nothing."""
         try:
             yield
         except BaseException:
@@ -493,7 +493,7 @@ class SaveQueue:
             raise
 
     def forget(self) -> None:
-        """The next save skips nothing: the state may differ from that of the last call."""
+        """Makes the next save skip nothing: the state may differ from that of the last call."""
         self._is_forgotten = True
 
     def fence(self) -> None:

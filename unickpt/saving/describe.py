@@ -33,10 +33,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Description:
-    """What one process has to save.
+    """The description of the arrays and values that one process has to save.
 
     Arguments:
-        index: what all processes should agree on; arrays of `LocalFragments` have no boxes yet.
+        index: should be equal on all processes; arrays of `LocalFragments` have no boxes yet.
         sources: the arrays of this process by name.
         blobs: its per-process values by name, encoded.
         units: the arrays with units that may be left out of a save (`write_filter`).

@@ -73,10 +73,10 @@ class SaveFeatures:
     def notes(
         self, base: ReferenceSource | None, arrays: Mapping[str, ArrayEntry]
     ) -> dict[str, Any]:
-        """What features say about what this process has written, by their names.
+        """The features' notes about the output of this process, by feature name.
 
         Arguments:
-            base: what the save refers to.
+            base: the chunks that the save references.
             arrays: of this process.
         """
         notes = dict[str, Any]()

@@ -152,7 +152,7 @@ class SnapshotPolicy:
         return SnapshotMethod.COPY_NOW, fragment
 
     def _kept_read(self, memory: Memory) -> Read:
-        """A function that reads the data as it is now; fragments of an array are kept together."""
+        """A function that reads the current data; fragments of an array are kept together."""
         assert memory.keep is not None, "called only if there is a way to keep it"
         if memory not in self._reads:
             self._reads[memory] = memory.keep()
@@ -330,7 +330,7 @@ class OrderedCopy(Generic[PlaceT]):
 
 
 class Changes:
-    """What one save copies in the background, and may not change before.
+    """The chunks that one save copies in the background, and that must not change before.
 
     Arguments:
         direct: reads chunks in place.

@@ -135,11 +135,11 @@ class CopyMemory:
         """Reserves memory for a copy; waits until it is free.
 
         Arguments:
-            item: what to copy.
+            item: the chunk to copy.
             counted: whether it is already counted as drained.
 
         Raises:
-            Abandoned: the save was abandoned meanwhile.
+            Abandoned: the save was abandoned.
         """
         if self._area.reserve(item.nbytes, self.budget):
             return
@@ -323,10 +323,10 @@ def _spare_room(own_items: Sequence[WriteItem], memory: CopyMemory) -> int:
 def _deferring(
     own_items: Sequence[WriteItem], capture: SnapshotPolicy, room: int
 ) -> tuple[list[WriteItem], list[WriteItem]]:
-    """What this process writes, and the part of it that is copied later because it does not fit.
+    """The items of this process, and those of them that are copied later because they do not fit.
 
     Arguments:
-        own_items: what it writes.
+        own_items: the items that it writes.
         capture: knows for which chunks deferring is safe.
         room: bytes of copies that fit.
     """

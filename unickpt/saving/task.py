@@ -67,7 +67,7 @@ class Timings:
         self.phases: dict[str, float] = {}
         self._began: dict[str, float] = {}
         self.blocked_s = 0.0
-        """For how long the call blocked the caller; 0 if it returns only after the save."""
+        """How long the call blocked the caller; 0 if it returns only after the save."""
 
     @property
     def elapsed(self) -> float:

@@ -153,7 +153,7 @@ def _some_of(run: Sequence[WriteItem], positions: range) -> Iterator[WriteItem]:
 
 
 def _shared(run: Sequence[WriteItem]) -> Shared:
-    """What decides who writes the chunks of a part that lie in one fragment."""
+    """The facts that determine the writer of the chunks of a part in one fragment."""
     from unickpt.commit.chunk_owners import Shared
 
     first = run[0]

@@ -41,7 +41,7 @@ class LockHeld(Failed):
 
     Arguments:
         name: of the lock file.
-        holder: what the holder wrote about itself.
+        holder: the holder's text about itself.
     """
 
     def __init__(self, name: str, holder: str = "") -> None:

@@ -61,7 +61,7 @@ def folded(rows: Sequence[PreviewRow]) -> list[PreviewRow]:
 
 @dataclass(frozen=True)
 class Preview:
-    """What `convert` would make of a checkpoint.
+    """The preview of the result of `convert`.
 
     Arguments:
         rows: a row for each leaf.
