@@ -40,7 +40,7 @@ _EVEN, _LARGE = 1.05, 4
 _FINEST, _TRIES, _LEEWAY = 16, 16, 1.02
 # In an array that is cut anyway, chunks end at the shard boundaries of so many processes, or else
 # of fewer; a process whose shard ends within a chunk has to read all of it. For this, chunks shrink
-# to at most half of the wanted size, and not below this size: with 2 MiB, one process that
+# to no less than half of the wanted size, nor below this size: with 2 MiB, one process that
 # transposes them takes a fifth longer (measured: benchmarks/ranks.py).
 _SHARDS, _LEAST_FOR_SHARDS = 8, 4 << 20
 WHOLE_LINK = 0
