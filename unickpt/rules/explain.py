@@ -128,7 +128,7 @@ def _unexplained(
 
 
 def _odd_names(unused: LeafFacts, unmade: LeafFacts) -> Iterator[str]:
-    """LeafNames that rules cannot map as they are."""
+    """Names that rules cannot map as they are."""
     if any("%2F" in name for name in unused):
         yield (
             "%2F in a name is a `/` within a key, as in a flat tree; save a nested tree, or write "
