@@ -66,7 +66,7 @@ def is_wrapped(module: torch.nn.Module) -> bool:
 
 
 def canonical_names(module: torch.nn.Module, names: Iterable[str]) -> dict[str, str]:
-    """Names of parameters, buffers or keys of a `state_dict`, without prefixes of wrappers.
+    """Names of parameters, buffers or keys of a `state_dict`, without components of wrappers.
 
     Like torch's `get_model_state_dict`, this checks the types of the modules along a name: a user's
     module that is called "module" keeps its name.

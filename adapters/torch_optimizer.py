@@ -52,8 +52,8 @@ class NamedOptimizer:
 
     Arguments:
         optimizer: the one used for training.
-        module: has its parameters; `module.named_parameters()` gives their names, without prefixes
-            of wrappers (DDP, torch.compile, FSDP1, activation checkpointing).
+        module: has its parameters; `module.named_parameters()` gives their names, without
+            components of wrappers (DDP, torch.compile, FSDP1, activation checkpointing).
 
     Raises:
         ValueError: the module lacks a parameter of the optimizer, or the arguments are swapped.

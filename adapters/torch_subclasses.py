@@ -44,8 +44,8 @@ def expand_subclass(obj: Any, name: str) -> Expansion:
         name: its name in the tree.
 
     Raises:
-        UnsupportedLeaf: its context has more than plain values, or its parts cannot be cut like it,
-            as a DTensor.
+        UnsupportedLeaf: its context has more than plain values, or it is a DTensor, and its parts
+            cannot be cut like it.
     """
     whole = _placed_tensor(obj)
     local = whole.local

@@ -70,7 +70,7 @@ class Inflated:
     def __init__(self, source: ArchivePart, format: int, where: str) -> None:
         self._source, self._format, self._where = source, format, where
         self._lock, self._spacing = Lock(), _SPACING
-        # Decompressors, with how many bytes each has read and written.
+        # Decompressors, after how many bytes each has made, and how many it has read.
         self._states: list[_State] = [(0, 0, zlib.decompressobj(format))]
         self._last = self._states[0]  # where the last reader stopped: others resume from there
 

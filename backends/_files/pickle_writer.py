@@ -1,7 +1,7 @@
 """Writes facts as a pickle of protocol 2: classes and functions by name, nothing is imported.
 
-The result of `pickles.read` without constructors is written as the same pickle. Every unpickler
-reads the result, also torch's `weights_only=True`.
+The result of `pickles.read` without constructors is written with the same content. Every unpickler
+reads the written pickle, also torch's `weights_only=True`.
 """
 
 from __future__ import annotations

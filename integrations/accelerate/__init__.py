@@ -406,7 +406,7 @@ def _engine_of(accelerator: Accelerator) -> Any:
 
 
 def _own_schedulers(accelerator: Accelerator) -> list[Any]:
-    """The objects that the engine does not have itself."""
+    """The schedulers that the engine does not have itself."""
     from accelerate.utils import DeepSpeedSchedulerWrapper
 
     schedulers = accelerator._schedulers

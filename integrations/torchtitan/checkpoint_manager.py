@@ -57,8 +57,8 @@ class TorchtitanCheckpointManager(base.BaseCheckpointManager):
         """torchtitan's settings; those that differ are explained here."""
 
         async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "disabled"
-        """"async": the loop waits while the state is copied. "async_with_pinned_mem": optimizer
-        state is copied after the next forward and backward."""
+        """"async": the loop waits while the state is copied. "async_with_pinned_mem":
+        parameters and optimizer state are copied during the next forward and backward."""
 
         local: str | None = None
         """A path on fast storage that all processes share, where steps are committed first; see

@@ -4,9 +4,9 @@ The patches of a chunk form a *chain*: each refers to the state that the one bef
 first to the full chunk. Saves are counted since one wrote everything; the number of the save that
 made a patch is its *generation*. A save refers to the state after the save whose number is its own
 with the lowest bit that is set cleared. So a chain has at most as many patches as the number has
-bits set: of `n` states, each opens with at most log2(n) patches. A save refers to the state that
-the save before it referred to, or to that save itself; and it needs the values of earlier saves
-whole.
+bits set: of `n` states, each opens with at most log2(n) patches. A save refers to the state of the
+save before it, or to one that the chain of that save passes through; and it needs the values of
+earlier saves whole.
 """
 
 from __future__ import annotations

@@ -255,7 +255,8 @@ def search(
         path = None if method.log is None else os.fspath(method.log)
         trials.log = TrialLog(path, {"sources": list(sources), **method.parameters})
         first = tuple(min(max(weight, method.low), method.high) for weight in start)
-        tasks = trials.scores(first)  # as optimisers move weights close to a bound
+        # Before the optimiser runs, since optimisers move weights that are close to a bound.
+        tasks = trials.scores(first)
         if ONLY in tasks:
             _minimise(method, first, trials)
         else:
