@@ -88,7 +88,7 @@ def print_orphans(rows: Sequence[Orphan]) -> None:
 
 
 def print_kept(search: OrphanSearch, unknown_age: bool = False) -> None:
-    """The skipped orphans, and why."""
+    """Prints what the search skipped, and why."""
     out = console()
     if search.under_way and search.holder is None:
         out.print(Text(f"perhaps of a save in progress, {_summary(search.under_way)}", "dim"))

@@ -28,7 +28,7 @@ _NUMBER = "text-align:right;padding:2px 12px 2px 0;white-space:nowrap"
 _HEAD = f"border-bottom:{_LINE};font-weight:600;opacity:.75"
 
 Cell = str | int | float
-"""The style of numbers: right-aligned."""
+"""Numbers are right-aligned."""
 
 
 def page(title: str, about: str, facts: Iterable[str], *bodies: str) -> str:

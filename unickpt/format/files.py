@@ -150,7 +150,8 @@ class Files:
         return None if self._local is None else self._local.size(file)
 
     def total(self, names: Iterable[str]) -> int | None:
-        """The bytes of all given files together; None if the storage does not report them.
+        """The bytes of the given files together, 0 for those that are missing or no regular files;
+        None if the storage does not report them.
 
         Raises:
             Failed: the storage failed.

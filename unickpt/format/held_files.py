@@ -190,7 +190,7 @@ def _identity(reference: DataReference) -> tuple[str, int, int]:
 def _incomplete(
     base: OcdbtReader, chunks: Linked, paths: Mapping[str, str], context: ts.Context
 ) -> set[str]:
-    """The files that are missing or too short in the base's folder, unlike its B-tree says."""
+    """The files that are missing or too short in the base's folder, whatever its B-tree says."""
     store = base.location.store(context)
     reads = {}
     for path, file_chunks in chunks.items():

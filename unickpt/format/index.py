@@ -32,7 +32,7 @@ by name."""
 OF_THE_WHOLE = ("orbax",)
 """Keys of metadata that describe the tree as a whole, and mean nothing for a part."""
 CONVERSION = "conversion"
-"""The metadata key for the arithmetic of rules; see `rules.provenance`."""
+"""The metadata key for the record of what rules did to the numbers; see `rules.provenance`."""
 INDEX_KEY = "unickpt.json"
 DIGESTS_KEY = "unickpt.digests"
 BORROWED_KEY = "unickpt.borrowed"

@@ -207,7 +207,7 @@ class StoredTree(Mapping[str, Any]):
         return StoredTree(leaves, self._node)
 
     def find(self, name: str) -> tree.Node | tree.Leaf | None:
-        """The stored leaf of a name, without wrappers; None if unknown."""
+        """The stored container or leaf of a name, without wrappers; None if unknown."""
         return tree.unwrapped(tree.find(self._node(), name))
 
 

@@ -41,7 +41,7 @@ class Overlaps:
         self._originals = {name: targets[name] for pair in self._pairs for name in pair}
 
     def separate(self, by_array: TargetsByArray) -> TargetsByArray:
-        """The targets to read, those that overlap with new memory."""
+        """The targets to read; in place of those that overlap, targets with new memory."""
         if not self._originals:
             return by_array
         apart = {name: NewMemory(target) for name, target in self._originals.items()}

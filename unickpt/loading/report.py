@@ -15,7 +15,7 @@ _WITHOUT_CLASS = {
     "namedtuple": "a namedtuple with its fields",
     "wrapper": "only what it holds",
 }
-"""What containers of other classes become without `like`: no class is looked up by name."""
+"""What containers with their own class become without `like`: no class is looked up by name."""
 
 _NEW = "{}: the load returned a new one, that of `like` was not filled"
 _SHORT = {"older experts": "older", "new objects": "new"}  # in rows

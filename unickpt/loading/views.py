@@ -42,8 +42,8 @@ class View(Protocol):
     kept_names: frozenset[str] = frozenset()
     """Names that may be requested but are intentionally missing."""
     misfits: Mapping[str, str] = MappingProxyType({})
-    """Requested leaves that are missing because the stored leaf has a different shape: the stored
-    leaves, by name."""
+    """Requested leaves that are missing because the stored leaf has a different shape: the
+    names of the stored leaves, by requested name."""
     renamed: Mapping[str, str] = MappingProxyType({})
     """The stored names of leaves that are requested under other names without a rule."""
     unused: Sequence[str] = ()

@@ -146,8 +146,8 @@ def read_arrays(
 
 
 def _checking(stored: Reader, jobs: Sequence[Job]) -> Reader:
-    """The checkpoint with checksums compared, if nearly all of it is requested: other formats have
-    checksums of whole arrays."""
+    """The checkpoint with checksums compared, if the jobs request at least as many bytes as their
+    arrays have: other formats have checksums of whole arrays."""
     if not stored.has_wide_checksums:
         return stored
     entries = {entry.name: entry.nbytes for job in jobs for entry in job.entries}

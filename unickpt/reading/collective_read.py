@@ -44,7 +44,7 @@ _LOADING = "loading"
 _ALIGN = 16  # bytes, also of a message's header, whose first byte is the status
 _IN_FLIGHT = 4  # buffers in the budget: for two rounds, what is sent and what is received
 
-_Report = tuple[Wants, str, int]  # a process's needs, the attempt it opened, and its budget
+_Report = tuple[Wants, str, int]  # a process's needs, the checkpoint it opened, its budget
 _MESSAGE = msgspec.json.Decoder(tuple[tuple[str, str] | None, _Report | None])
 
 # A caller may recover from these with a newer or older checkpoint or a copy; then all must.

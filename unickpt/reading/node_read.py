@@ -6,9 +6,9 @@ shared memory, and every process copies the part that it needs. That pays off wh
 a network. It also does from a disk: the system reads it once for all of the node, but each chunk
 would be copied from its cache and checked several times.
 
-This never changes the result of a load. It begins only when all processes that the launcher started
-on this node have come to read the same checkpoint; a process that does not find them after a moment
-reads alone, and checks from time to time. If anything goes wrong afterwards (one of them fails,
+This never changes the result of a load. It begins only when as many processes as the launcher
+started on this node have come to read the same checkpoint; one that does not find them soon reads
+alone, and checks from time to time. If anything goes wrong afterwards (one of them fails,
 ends, is killed, or keeps the others waiting), each reads the rest alone. Only the processes of the
 node take part, so the cost does not depend on the size of the job.
 """

@@ -314,7 +314,7 @@ class SharedRead:
 
 
 def _copying(chunk: SharedChunk, box: Box, memory: Array) -> Consumer:
-    """A function that fills memory with a box of a chunk."""
+    """A consumer that fills memory with a box of a chunk."""
     source = Unchanged(chunk.entry)
     needed = source.within(box)
     assert needed is not None, "nobody needs an empty box"

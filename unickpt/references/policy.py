@@ -73,7 +73,7 @@ class WritingSave:
         budget_bytes: host memory to compare with.
         fsync: whether files are flushed to disk.
         encoder: chooses how arrays are stored, if that is not decided before. It must follow each
-            base, even an unused one; None if one cannot be read.
+            base, even an unused one, and None in place of one that cannot be read.
     """
 
     location: Location

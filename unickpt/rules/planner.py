@@ -55,7 +55,8 @@ def make_plan(
         stored: the stored checkpoint.
         want: the requested leaves; None if rules alone decide.
         strict: whether all stored leaves must be used, all leaves that rules make must be
-            requested, and every rule must match both sides; if not, only the stored one.
+            requested, and every rule must match both sides; if not, rules must only match the
+            stored side.
         keep_misfits: whether an array that is requested in another shape than its rule finds is
             skipped, and listed in `RulePlan.misfits`, instead of refused.
         where: the checkpoint, for messages.

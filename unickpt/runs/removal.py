@@ -103,7 +103,7 @@ class Removal:
         return committed_steps
 
     def _removed(self, steps: Sequence[int], newest: int | None = None) -> None:
-        """Records that later saves reference `newest` instead of removed steps."""
+        """Records that no later save references removed steps, but only `newest`, if given."""
         self._features.removed(steps)
         if self._steps.recent in steps:
             self._steps.recent = newest

@@ -42,7 +42,7 @@ class Copying:
     Arguments:
         steps: of a run with a local tier.
         cleaning: of the same steps.
-        errors: gets the steps that could not be copied.
+        errors: gets the errors of steps that could not be copied.
         options: of the saves.
     """
 

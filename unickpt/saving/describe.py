@@ -77,17 +77,18 @@ class Description:
         return self.leaves_out(name, box)
 
     def leaves_out(self, name: str, box: Box) -> bool:
-        """Whether this save leaves out a box of an array, even one of another process."""
+        """Whether this save leaves out a box of an array by its choice of units; unlike `borrows`,
+        regardless of what this process knows to be unchanged."""
         return self.selection is not None and self.selection.borrows(name, box)
 
     def has(self, name: str, source: ArraySource) -> bool:
-        """Whether this save writes any part of an array that this process holds."""
+        """Whether the choice of units leaves in any part of an array that this process holds."""
         if self.selection is None or name not in self.units:
             return True
         return not all(self.selection.borrows(name, f.box) for f in source.fragments)
 
     def writes(self, unit: Unit | None) -> bool:
-        """Whether this save writes a unit; True for arrays without units."""
+        """Whether the choice of units includes a unit; True for arrays without units."""
         selection = self.selection
         return unit is None or selection is None or selection.writes(unit)
 

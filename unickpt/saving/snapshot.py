@@ -175,7 +175,7 @@ class Snapshot:
             raise
 
     def _copies(self, method: SnapshotMethod) -> OrderedCopy[None]:
-        """The `Copies` that makes the copies of a kind."""
+        """The `OrderedCopy` that makes the copies of a kind."""
         with self._changed:
             if method not in self._copying:
                 plan = self._planned()

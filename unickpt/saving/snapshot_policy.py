@@ -48,7 +48,7 @@ BACKGROUND = {SnapshotMethod.COPY_LATER, SnapshotMethod.CLONE}
 
 
 class SnapshotPolicy:
-    """Decides how each fragment of one save is kept; keeps fragments that no chunk copies.
+    """Decides how each fragment of one save is kept; keeps those that are not copied in chunks.
 
     Arguments:
         options: of the save.
@@ -397,7 +397,7 @@ class Changes:
             self._watched = {}
 
     def check(self, item: WriteItem) -> None:
-        """Checks one chunk by its framework's version counter and by a sample.
+        """Checks one chunk, as far as its framework detects changes, and by a sample.
 
         Raises:
             StateChanged: it was changed.

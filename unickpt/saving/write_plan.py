@@ -162,7 +162,7 @@ def _shared(run: Sequence[WriteItem]) -> Shared:
     if len(replicas) > 1:
         nbytes = sum(
             item.nbytes
-            if first.entry.codec is None  # others may see more pieces
+            if first.entry.codec is None  # other processes may have more pieces
             else codec.nbytes_as_stored(first.entry, item.box.shape)
             for item in run
         )

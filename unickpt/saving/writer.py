@@ -389,7 +389,7 @@ class _Batch:
         self._writer.count_done(nbytes)
 
     def _looking(self, hasher: xxhash.xxh3_64, item: WriteItem) -> Callable[[memoryview], object]:
-        """A function for each piece of a chunk: hashes it, and counts it if there are many."""
+        """A function for each piece of a chunk: hashes it, and counts it if the chunk is large."""
         if item.nbytes < _LARGE_CHUNK_BYTES:
             return hasher.update
         end = self._done_bytes + item.nbytes
