@@ -436,7 +436,7 @@ def _refusal(leaf: Any) -> str:
         return "an uninitialized (lazy) parameter has no shape; run the module once"
     if leaf.is_nested or leaf.layout != torch.strided:
         kind = "nested" if leaf.is_nested else str(leaf.layout).removeprefix("torch.")
-        return f"a {kind} tensor cannot be stored; save the dense tensors it is made of"
+        return f"a {kind} tensor cannot be stored; save its dense components"
     if leaf.is_quantized:
         return (
             f"a quantized tensor ({leaf.dtype}) cannot be stored; save its int_repr(), scale and "
@@ -470,8 +470,8 @@ def _memory(leaf: torch.Tensor) -> torch.Tensor:
         storage.data_ptr()
     except RuntimeError:
         raise TypeError(
-            f"a {kind} has no memory of its own (a wrapper, or inside torch.func); save the "
-            "tensors it is made of"
+            f"a {kind} has no memory of its own (a wrapper, or inside torch.func); save its "
+            "component tensors"
         ) from None
     plain = leaf.detach()
     return plain if type(plain) is torch.Tensor else plain.as_subclass(torch.Tensor)

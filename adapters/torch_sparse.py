@@ -100,6 +100,6 @@ def _made(
         )
     except RuntimeError as error:
         raise LoadMismatch(
-            f"{name!r}: what is stored is no {str(obj.layout).removeprefix('torch.')} tensor of "
+            f"{name!r}: the stored value is no {str(obj.layout).removeprefix('torch.')} tensor of "
             f"shape {list(obj.shape)}: {error}"
         ) from None

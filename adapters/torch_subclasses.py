@@ -110,7 +110,7 @@ def check_context(node: Node, value: Callable[[str], Any], name: str, kind: str)
     ]
     if wrong:
         raise LoadMismatch(
-            f"{name!r}: what is stored does not fit {kind} of `like`: stored {'; '.join(wrong)}. "
+            f"{name!r}: the stored value does not fit {kind} of `like`: stored {'; '.join(wrong)}. "
             "Make the tensor of `like` in the same way as the stored one; or load without it, "
             "which gives the arrays and values as they are stored"
         )
@@ -126,8 +126,8 @@ def _check_part(tensor: torch.Tensor, attribute: str, part: Any, name: str) -> N
     again = getattr(tensor, attribute)
     if part is not again and _memories(part) != _memories(again):
         raise UnsupportedLeaf(
-            f"{name!r}: a {kind} computes {attribute!r} whenever it is asked, so that a load would "
-            "fill a copy; save the tensors that it keeps"
+            f"{name!r}: a {kind} computes {attribute!r} at each call, so that a load would fill "
+            "a copy; save the tensors that it keeps"
         )
 
 
@@ -228,9 +228,9 @@ def _plain_context(tensor: PlacedTensor, context: Any, name: str) -> dict[str, A
         return mapping({**head, **values}, "")
     except _Unstorable as error:
         raise UnsupportedLeaf(
-            f"{name!r}: of the context of a {kind}, {error}. Only numbers, texts, dtypes, shapes, "
-            "members of enumerations, and containers and dataclasses of these are stored; save the "
-            "tensors that it consists of, or what it stands for as a plain tensor"
+            f"{name!r}: of the context of a {kind}, {error}. Only numbers, texts, dtypes, "
+            "shapes, members of enumerations, and containers and dataclasses of these are stored; "
+            "save its component tensors, or the plain tensor that it represents"
         ) from None
 
 

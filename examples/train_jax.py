@@ -121,7 +121,7 @@ def save(arguments: argparse.Namespace, step: int, state: Any) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("save", help="where the checkpoint is to be")
-    parser.add_argument("--resume", help="a checkpoint of finetune_torch.py to go on from")
+    parser.add_argument("--resume", help="a checkpoint of finetune_torch.py to resume from")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--further", type=int, default=0, help="steps after the save")
     parser.add_argument("--logits", help="where to write the logits of the first batch, as .npy")

@@ -123,8 +123,8 @@ class SaveOptions(CommonOptions):
         progress: True for a progress bar on process 0 (needs `unickpt[progress]`), or a function of
             the bytes saved so far and in total.
         features: further plug-ins (`unickpt.extend.SaveFeature`), such as a codec.
-        timing: whether the checkpoint stores how long each process took, for
-            `unickpt.open(path).timing`; by default, if there are several.
+        timing: whether `unickpt.open(path).timing` has the seconds of each process; by default, if
+            there are several.
 
     Raises:
         MissingPackage: `progress=True` without tqdm.

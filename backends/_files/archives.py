@@ -117,7 +117,7 @@ class Inflated:
             except zlib.error as error:
                 raise Damaged(f"{self._where} cannot be decompressed: {error}") from error
             if not data and not compressed and not stream.eof:
-                raise Damaged(f"{self._where} ends within what is compressed")
+                raise Damaged(f"{self._where} ends within compressed data")
             leftover = stream.unused_data if stream.eof else stream.unconsumed_tail
             offset, made = offset + len(compressed) - len(leftover), made + len(data)
             self._keep((made, offset, stream))
@@ -232,7 +232,7 @@ def tarred(whole: ArchivePart, damaged: Any) -> dict[str, ArchivePart] | None:
                     parts[name] = whole.range(begin, member.size)
             stream.seek(archive.offset)  # Python takes a damaged header for the end
             if any(stream.read(tarfile.BLOCKSIZE)):
-                raise ValueError(f"there is none at byte {archive.offset}")
+                raise ValueError(f"no member at byte {archive.offset}")
     except (tarfile.TarError, ValueError, OverflowError, MemoryError, EOFError) as error:
         raise damaged(f"its headers are damaged: {error}") from error
     return parts

@@ -220,7 +220,7 @@ KINDS = (*DOWNLOADS, *_table(
     ("a table of Parquet or Arrow", "it has rows rather than arrays: load it with pyarrow",
      _begins(b"PAR1", b"ARROW1")),
     # --- other kinds ---
-    (_JSON, "give the path of the file of weights beside it, or of their folder",
+    (_JSON, "give the path of the file of weights next to it, or of their folder",
      lambda sample: _JSON_BEGINS.match(sample.head) is not None
      and not sample.name.endswith(".eqx")  # a line of it comes first there
      and b"\n\x93NUMPY" not in sample.head),
@@ -296,7 +296,7 @@ def _refusal_of_prefix(files: Files) -> UnsupportedFormat | None:
     if not exists:
         return None
     return UnsupportedFormat(
-        f"{location} is the prefix of a checkpoint of TensorFlow (its .index is beside it); "
+        f"{location} is the prefix of a checkpoint of TensorFlow (its .index is next to it); "
         f"{TENSORFLOW}"
     )
 

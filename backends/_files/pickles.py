@@ -104,7 +104,7 @@ class Global:
             raise
         except Exception as error:
             raise BadPickle(
-                f"{quoted(self.name)} cannot be made of what is there: {error}"
+                f"{quoted(self.name)} cannot be built from its state: {error}"
             ) from error
 
 

@@ -176,7 +176,7 @@ def _lazy(flags: Any, dtype: str) -> tuple[str, ...]:
     if flags is None:
         return ()
     if not isinstance(flags, dict):
-        raise BadPickle("what is special about a tensor is no dict")
+        raise BadPickle("the attributes of a tensor are no dict")
     set_flags = [what for what, is_so in flags.items() if is_so]
     if any(dtype not in _LAZY.get(what, ()) for what in set_flags):
         raise NotSupported(f"a tensor of {dtype} is special in an unknown way: {quoted(set_flags)}")

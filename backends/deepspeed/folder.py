@@ -135,7 +135,7 @@ def _refuse_mixed(
     if not models and not universal:
         raise files.damaged(
             f"there are optimizer files such as {next(iter(optimizers))}, but no model files "
-            "(*_model_states.pt), which tell the shapes; was it copied as a whole?"
+            "(*_model_states.pt), which have the shapes; was it copied as a whole?"
         )
     of_stage3 = {match[1] is not None for match in models.values()}
     if len(of_stage3) > 1:

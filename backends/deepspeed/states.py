@@ -361,7 +361,7 @@ def _partition_counts(file: StateFile, value: Any, count: int) -> Sequence[int]:
 def _fragments(file: StateFile, value: Any, count: int) -> Sequence[FlatFragments]:
     if value is None:
         raise file.unsupported(
-            "it does not tell where parameters are (param_slice_mappings); load and save it with "
+            "it does not say where parameters are (param_slice_mappings); load and save it with "
             "DeepSpeed 0.8 or later"
         )
     mappings = file.a_list(value, "param_slice_mappings")

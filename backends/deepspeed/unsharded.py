@@ -209,6 +209,6 @@ def _check_count(
         raise state.file.unsupported(
             f"it has the states of {len(state.numbers)} parameters; {dense} weights, and a "
             f"part for each of {ranks} expert-parallel ranks of {experts} of experts, are others. "
-            "Either such a file is missing, or some are not trained, which nothing tells: let the "
+            "Either such a file is missing, or some are not trained, which no file says: let the "
             "optimizer have DeepSpeed's groups for experts (ep_size_<n>), or torch's names"
         )

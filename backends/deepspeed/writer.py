@@ -235,8 +235,8 @@ class _Folder:
         step = self._step()
         if "global_steps" not in counters and step is None:
             self._refuse(
-                ["global_steps is missing, and parameters have different steps, or none, of which "
-                 "it could follow"]
+                ["global_steps is missing, and does not follow from the steps of the "
+                 "parameters, which differ or are missing"]
             )  # fmt: skip
         made = {"skipped_steps": 0, "dp_world_size": 1, "ds_version": _VERSION}
         if step is not None:

@@ -273,7 +273,7 @@ def _stored(tensor: _GGUFTensor, header: _GGUFHeader, quants: Any) -> tuple[Tens
         return source, source.nbytes
     kind, label = _QUANTIZED.get(tensor.kind), header.label(tensor.name)
     if kind is None:
-        reason = f"{label} has the unknown type {tensor.kind}, of which not even the size is known"
+        reason = f"{label} has the unknown type {tensor.kind}, whose size is unknown"
         return TensorSource("uint8", shape, Unreadable(f"{reason}; {_OTHERS}")), 0
     if not shape or shape[-1] % kind.elements:
         raise header.damaged(

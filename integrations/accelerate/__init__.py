@@ -338,9 +338,7 @@ def _of_this(accelerator: Accelerator, path: PathLike, stored: PerProcessValues)
 
 # --- arguments: unsupported ones are refused by name ----------------------------------------------
 
-_HOOKS = (
-    "{} hooks exist: they are for files, and are not called; save or load what they do beside this"
-)
+_HOOKS = "{} hooks exist: they are for files, and are not called; save or load their state yourself"
 
 
 def _check_save(accelerator: Accelerator, safe: bool, arguments: Mapping[str, Any]) -> None:

@@ -132,7 +132,7 @@ class EngineParts:
             parts = _per_parameter(params, params)
         else:
             raise UnsupportedLeaf(
-                f"DeepSpeed's {type(optimizer).__name__} is not known: nothing tells where it "
+                f"DeepSpeed's {type(optimizer).__name__} is not known, and so not where it "
                 "keeps the state of parameters"
             )
         # Reading `state[masters]` may create an entry.

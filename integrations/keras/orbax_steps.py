@@ -55,7 +55,7 @@ class OrbaxStep(NamedTuple):
         if batches < 1:
             raise ValueError(
                 f"{self.path}: the epoch after {self.number} batches is not known, because the "
-                "data do not tell how many batches they have; pass steps_per_epoch= to fit"
+                "data do not say how many batches they have; pass steps_per_epoch= to fit"
             )
         return divmod(self.number, batches)
 

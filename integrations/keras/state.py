@@ -127,7 +127,7 @@ def _check_layer(layer: Any) -> None:
         if buffers:
             raise UnsupportedLeaf(
                 f"layer {layer.name!r}: Keras does not know the buffers of a wrapped torch module "
-                f"({', '.join(sorted(buffers))}); save the module itself beside the model"
+                f"({', '.join(sorted(buffers))}); save the module itself next to the model"
             )
 
 

@@ -68,7 +68,7 @@ class StoredItems:
         if len(set(texts.values())) > 1:
             raise LoadMismatch(
                 f"{self._folder}: {requested.key!r} is not stored, and "
-                f"{', '.join(map(repr, same))} differ, so none of them stands for it: load with "
+                f"{', '.join(map(repr, same))} differ, so none of them can represent it: load with "
                 "the parallel sizes that were saved"
             )
         return next(iter(same.items()), None)

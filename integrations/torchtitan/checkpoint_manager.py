@@ -195,7 +195,12 @@ class TorchtitanCheckpointManager(base.BaseCheckpointManager):
             temporary.remove_file(MANIFEST, context)
             temporary.remove(context)
 
-        on_process_0(self._group(), temporary, "remove what the HF files were made of", remove)
+        on_process_0(
+            self._group(),
+            temporary,
+            "remove the checkpoint from which the HF files were made",
+            remove,
+        )
 
     def _drop_later_steps(self) -> None:
         """Removes the steps that a run abandoned with `load_step`; else they would be mixed."""

@@ -83,7 +83,7 @@ class Samples(Resumable):
                 if batch is _NONE:
                     raise RuntimeError(
                         f"`make` gave fewer batches of {self._batch} than its {len(indexes)} "
-                        "samples have: it must neither drop the last batch nor sample anew"
+                        "samples have: it must neither drop the last batch nor sample again"
                     )
                 self._taken = start + min(first + self._batch, len(indexes))
             yield batch
@@ -108,7 +108,7 @@ class Samples(Resumable):
             if saved.facts.get(name) != now:
                 raise LoadMismatch(
                     f"saved were samples with {name}={saved.facts.get(name)}, now it is {now}: "
-                    "what is left of one order says nothing of another; give the same"
+                    "the rest of one order is not the rest of another; give the same"
                 )
         stored = saved.rank(0).values["positions"]
         positions = Positions(stored["start"], tuple(stored["left"]))

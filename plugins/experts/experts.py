@@ -22,19 +22,13 @@ class Experts(SaveFeature):
     failed, write all.
 
     Arguments:
-        each_save: how many experts a save writes, by key. For experts that have arrays of their
-            own, a key is a pattern of names (`*` is one component, `**` any number of them, `{x}`
-            the number of the expert). For experts that are stacked in arrays, a key is a pattern of
-            names, and its value a pair: the dimension, or the mesh axis that splits it, and how
-            many. With `{l}` in the place of a layer's number, the experts of each layer take turns
-            by themselves, so that a save has others of each. Optimizer states whose names match
-            belong to their expert.
-        choose: chooses the experts to write: called for each key with a frozen dataclass (`key`,
-            `experts`, `k`, `steps`, `lost`), returns numbers. All processes must choose the same.
-            "most_lost" chooses those whose stored state lacks most tokens.
-        plt_budget: with token counts (see `Checkpointer.save`), the greatest proportion of tokens
-            whose updates the restarts of a run may lose. If another restart like the last one
-            exceeded it, twice as many experts are saved. None: never.
+        each_save: how many experts a save writes, by patterns of names with `{x}` as the expert's
+            number; of stacked experts, a pair of the dimension (or mesh axis) and this number. With
+            `{l}` as the layer's number, each layer takes its own turns (docs/experts.md).
+        choose: a function of the facts `key`, `experts`, `k`, `steps` and `lost` that returns the
+            numbers to write, the same on all processes; or "most_lost". By default in turns.
+        plt_budget: with token counts, the greatest proportion of tokens whose updates restarts may
+            lose; beyond it, twice as many experts are saved. None: never (docs/experts.md).
 
     Raises:
         ValueError: they are not valid.

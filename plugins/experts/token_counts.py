@@ -53,8 +53,8 @@ def key_of(layer: str, keys: ExpertKeys) -> str:
     if key is None:
         key_names = ", ".join(repr(key.text) for key in keys)
         raise UnsupportedLeaf(
-            f"tokens: {layer!r} is neither a key of `experts` ({key_names}), nor what stands in "
-            "the names of arrays before an expert's number, nor an array of experts"
+            f"tokens: {layer!r} is neither a key of `experts` ({key_names}), nor the part of "
+            "array names before an expert's number, nor an array of experts"
         )
     return key
 

@@ -211,8 +211,8 @@ class LocalDestination(ExportDestination):
         if surplus > 0:
             most = len(os.fsencode(self._name)) - surplus
             raise InvalidPath(
-                f"{self._final}: the name is too long for an export, which is first written beside "
-                f"its place with a longer name; give it at most {most} bytes"
+                f"{self._final}: the name is too long for an export, which is first written "
+                f"next to its place under a longer name; give it at most {most} bytes"
             )
         self.readable = self._work if file is None else os.path.join(self._work, file)
         self._overwrite = self._committed = False

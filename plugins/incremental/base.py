@@ -111,7 +111,7 @@ def open_base(location: Location, save: WritingSave, how: How, *, needed: bool) 
         links = LinkedFiles(reader, files, save.folder, fsync=save.fsync)
         if links.are_possible():
             return Base(reader, links, how)
-        why = "its files cannot be linked, and it is not beside the new checkpoint"
+        why = "its files cannot be linked, and it is not next to the new checkpoint"
     else:
         why = "it is not beside the new checkpoint"
     if is_alike and _is_beside(location, save.location):

@@ -265,7 +265,7 @@ class Search(Method):
         if set(tasks) != set(self.better):
             raise MergeError(
                 f"better={dict(self.better)!r} says which scores are better of other tasks than "
-                f"{sorted(tasks)}, of which the score function returns some"
+                f"{sorted(tasks)}, but the score function returns only some of them"
             )
         return {task: self.better[task] for task in tasks}
 

@@ -40,8 +40,8 @@ def observe(
         typer.Option(
             "--example",
             metavar="CHECKPOINT|SHAPES",
-            help="What it is called with: a checkpoint, of which only names, shapes and dtypes "
-            "count; or a JSON file with {name: shape}, or {name: {shape, dtype}}.",
+            help="Its input: a checkpoint, for its names, shapes and dtypes; or a JSON file "
+            "with {name: shape}, or {name: {shape, dtype}}.",
         ),
     ],
     output: _Output = None,

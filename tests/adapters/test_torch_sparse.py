@@ -171,7 +171,7 @@ def test_indices_outside_of_the_shape_are_refused(layout: str, tmp_path: Path) -
     save(tmp_path / "d", stored)
     like = random(layout, 2)
     before = parts(like)
-    with pytest.raises(LoadMismatch, match=rf"'w': what is stored is no sparse_{layout} tensor"):
+    with pytest.raises(LoadMismatch, match=rf"'w': the stored value is no sparse_{layout} tensor"):
         unickpt.load(tmp_path / "d", {"w": like})
     assert parts(like) == before
 

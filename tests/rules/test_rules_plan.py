@@ -187,7 +187,7 @@ REFUSED = {
     ),
     "one rule with its sides swapped": (
         "a <-> x\nb <-> y\nz <-> c", "a 2, b 2, c 2", "x 2, y 2, z 2",
-        ["line 3: z <-> c\n    has its sides swapped: what is stored belongs on the left"],
+        ["line 3: z <-> c\n    has its sides swapped: stored names belong on the left"],
     ),
     "another order that would fit": (
         "a [i o] <-> b [i o]", "a 3x5", "b 5x3",
@@ -398,7 +398,7 @@ def test_a_cast_is_asked_for(tmp_path: Path) -> None:
 
 def test_pieces_of_different_dtypes(tmp_path: Path) -> None:
     unickpt.save(tmp_path / "c", {"a": np.ones(2, np.float16), "c": np.ones(3, np.float32)})
-    with pytest.raises(RuleError, match="'b' is made of arrays of float16 and float32; add `as`"):
+    with pytest.raises(RuleError, match="'b' is made from arrays of float16 and float32; add `as`"):
         unickpt.load(tmp_path / "c", rules=Rules.parse("a [q], c [k] <-> b [(q + k)]"))
     rules = Rules.parse("a [q], c [k] <-> b [(q + k)] as float32")
     assert unickpt.load(tmp_path / "c", rules=rules)["b"].tolist() == [1] * 5

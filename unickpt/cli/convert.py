@@ -51,7 +51,8 @@ def command(
         typer.Option("--like", help="A checkpoint with the names and shapes of the new one."),
     ] = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print what would be made of what, and stop.")
+        bool,
+        typer.Option("--dry-run", help="Print which leaves would be made from which, and stop."),
     ] = False,
     overwrite: options.Overwrite = False,
     verify: options.Verify = True,
@@ -262,7 +263,7 @@ def copy(
         output.print_json(dataclasses.asdict(report))
         return
     borrowed = report.borrowed
-    brought = f", {borrowed:,} chunks came from checkpoints beside it" if borrowed else ""
+    brought = f", {borrowed:,} chunks came from checkpoints next to it" if borrowed else ""
     print(
         f"copied {counted(report.arrays, 'array')}, {size_text(report.bytes)}, to "
         f"{output.clean(report.url)} in {report.seconds:.1f} s; every digest matches{brought}"

@@ -195,7 +195,7 @@ def _print_checkpoint(checkpoint: Checkpoint, everything: bool, by_size: bool) -
         out.print(clean(f"metadata {tree_table.shorten(text, 400)}"))
     if checkpoint.reader.beside:
         text = ", ".join(checkpoint.reader.beside)
-        out.print(clean(f"beside it, and not part of it: {tree_table.shorten(text, 400)}"))
+        out.print(clean(f"next to it, and not part of it: {tree_table.shorten(text, 400)}"))
     meshes = tree_table.meshes_of(index)
     for number, mesh in enumerate(meshes):
         out.print(clean(f"mesh {number if len(meshes) > 1 else ''}".strip() + _mesh(mesh)))

@@ -74,7 +74,7 @@ def sibling(location: Location, name: str) -> Location:
     """
     parent = location.parent
     if parent is None:
-        raise Damaged(f"nothing can be beside {location}")
+        raise Damaged(f"nothing can be next to {location}")
     return parent.child(name)
 
 

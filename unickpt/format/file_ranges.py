@@ -205,7 +205,7 @@ class RangeReader(Reader):
                 continue
             stored, where = 0, f"{self.location}: array {entry.name!r} {file_box.box}"
             if file_box.first + _span(file_box.box.shape, file_box.steps)[0] < 0:
-                raise CheckpointCorrupt(f"{where} begins before what is stored of it")
+                raise CheckpointCorrupt(f"{where} begins before its stored data")
             for file, begin, end in file_box.ranges(itemsize):
                 stored += end - begin
                 if begin < 0 or not self._reaches(entry, file, end):

@@ -180,8 +180,8 @@ def load(
     """
     if like is not None and framework != "numpy":
         raise ValueError(
-            f"framework={framework!r} is for a load without `like`: the arrays of `like` say of "
-            "which framework they are; leave out one of the two"
+            f"framework={framework!r} is for a load without `like`: the arrays of `like` "
+            "already have a framework; leave out one of the two"
         )
     policy = Policy(
         _chosen("missing", missing, "keep") or not strict,

@@ -51,8 +51,8 @@ def warn_of_assumed(candidates: Sequence[Family]) -> None:
         usual = ", ".join(f"{axis}={size}" for axis, size in sizes.items())
         first_axis = next(iter(sizes))
         warnings.warn(
-            f"{rule}\n    {usual} is taken, as the rule says is usual: no shape tells it. If this "
-            f"model has another size, give it, by sizes={{{first_axis!r}: ...}} or "
+            f"{rule}\n    {usual} is assumed, the rule's usual size: no shape determines it. If "
+            f"this model has another size, pass sizes={{{first_axis!r}: ...}} or "
             f"--size {first_axis}=..., or the other side's shapes, by like; if it is right, write "
             f"`{usual}` without a `?`",
             RuleWarning,
@@ -163,7 +163,7 @@ def _ties(
 def _tie(name: str, fact: Fact, tied: str, rule: str) -> str:
     lines = [
         f"{name!r} ({fact}) is requested, but no stored array is left for it",
-        f"{tied!r} has the same shape. If the two are tied, or both are made of one stored array,",
+        f"{tied!r} has the same shape. If they are tied, or both are made from one stored array,",
         f"join them by `=`, as in `{tied} [...] = {name} [...]`, in",
         rule,
     ]
@@ -426,10 +426,10 @@ def backwards(
     if not idle or not all(families(rule.inverse, have, None) for rule in idle):
         return []
     if 2 * len(idle) < sum(map(_relates, rules)):
-        swapped = "has its sides swapped: what is stored belongs on the left"
+        swapped = "has its sides swapped: stored names belong on the left"
         return [fault(rule, swapped) for rule in idle]
     text = (
-        "the rules are the wrong way round: what is stored has the names of their right side; use "
+        "the rules are the wrong way round: the stored names are those of their right side; use "
         "`rules.inverse`\n    (on the command line --inverse, or without it if it is given)"
     )
     return [Problem(text)]

@@ -49,8 +49,8 @@ class ObservedReport:
             f"{len(self.scaled)} with arithmetic, {len(self.constant)} constant"
         ]
         for what, names in (
-            ("made of nothing, so they keep their values:", self.not_made),
-            ("lost, as no array is made of them:", self.dropped),
+            ("made from nothing, so they keep their values:", self.not_made),
+            ("lost, as no array is made from them:", self.dropped),
             ("lost in part, as some of their elements are in no array:", self.cropped),
         ):
             if names:

@@ -330,7 +330,8 @@ class _ArrayMaker:
                     family.check_shape(expr, name, shape)
             if any(made.carried is not None for made in inputs):
                 raise Unfit(
-                    f"{name!r} would be made of something else than an array; functions need arrays"
+                    f"{name!r} would be made from something other than an array; functions need "
+                    "arrays"
                 )
             fact = Fact(shape, expr.dtype or inputs[0].fact.dtype)
             made = Made(name, fact, str(rule), function=function, inputs=tuple(inputs), exact=False)
@@ -415,7 +416,7 @@ class _ArrayMaker:
         have = sorted({fact.dtype for fact in facts})
         if len(have) > 1 and expr.dtype is None:
             raise Unfit(
-                f"{name!r} is made of arrays of {' and '.join(have)}; add `as` with the dtype"
+                f"{name!r} is made from arrays of {' and '.join(have)}; add `as` with the dtype"
             )
         shape = tuple(axes.size_of(i, family.sizes) or 0 for i in family.items(expr))
         fact = Fact(shape, expr.dtype or have[0])

@@ -461,7 +461,7 @@ def _parse(line: IncludeLine, name: str, text: str) -> list[Statement]:
             raise
         number = str(error).removeprefix(f"{name}, line ").partition(":")[0]
         raise syntax_error(
-            f"{line.target!r} is no file of rules: line {number} is wrong. Name it *.rules to be "
-            "shown what is wrong",
+            f"{line.target!r} is no file of rules: line {number} is wrong. Name it *.rules to "
+            "see the errors",
             line.position,
         ) from None

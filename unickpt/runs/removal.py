@@ -148,8 +148,8 @@ class Removal:
         """
         if fallback and self._steps.roles is not None:
             raise ValueError(
-                "fallback=True could load another step than other roles do, which do not know what "
-                "is damaged here; load the same older step in all roles: load(step=...)"
+                "fallback=True could load another step than other roles, which do not know of "
+                "the damage here; load the same older step in all roles: load(step=...)"
             )
         self.check_after()
 

@@ -122,5 +122,5 @@ def _written(folder: StepFolder) -> set[str]:
         return set(map(str, json.loads(read.value[:_MOST_BYTES])))
     except (ValueError, TypeError, RecursionError) as error:
         raise StorageError(
-            f"{folder.location}/{NAME}: cannot tell which steps belong together: {error}"
+            f"{folder.location}/{NAME}: cannot determine which steps belong together: {error}"
         ) from None

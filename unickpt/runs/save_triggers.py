@@ -28,9 +28,8 @@ class SaveEvery:
     Arguments:
         steps: at steps that are multiples of this.
         seconds: when this many seconds have passed since the last save, by the coordinator's clock.
-        preemption: handle SIGTERM: `should_save` returns true once more, on all processes, and
-            `preempted` becomes true, so that the loop can end. Call `should_save` at every step
-            then.
+        preemption: handle SIGTERM: `should_save`, called at every step, returns true once more and
+            `preempted` becomes true, on all processes.
 
     Raises:
         ValueError: a value is not positive.

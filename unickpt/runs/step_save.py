@@ -178,8 +178,8 @@ def check_changed(changed: object, reuses: bool) -> None:
     """
     if changed is not None and not reuses:
         raise ValueError(
-            "changed= says what changed since the step before, of which the other chunks are "
-            "taken; create the Checkpointer with reuse=True"
+            "changed= needs the step before, whose other chunks it reuses; create the "
+            "Checkpointer with reuse=True"
         )
 
 

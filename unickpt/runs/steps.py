@@ -237,7 +237,9 @@ class Steps:
             return False  # another job has removed it
         except (CheckpointCorrupt, UnsupportedFormat) as error:
             # Keep it: an error on loading is better than silently removing the job's own step.
-            _log.warning("%s: cannot tell which job saved this step: %s", folder.path(step), error)
+            _log.warning(
+                "%s: cannot determine which job saved this step: %s", folder.path(step), error
+            )
             return True
         if is_own:
             self._own.add((folder, step))
@@ -450,7 +452,7 @@ def _later_exist(steps: Steps, step: int, later: Sequence[int]) -> LaterStepsExi
         )
     return LaterStepsExist(
         f"{steps.root.location}: step {step} is below existing "
-        f"{'step' if len(later) == 1 else 'steps'} {first_few(later)}. A restart would go on "
+        f"{'step' if len(later) == 1 else 'steps'} {first_few(later)}. A restart would resume "
         f"from step {max(later)}, not from this one; {ways}"
     )
 

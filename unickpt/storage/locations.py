@@ -249,7 +249,7 @@ def room_text(location: Location, error: Failed, needed: int, partial: str = "")
         text = f"; this process has {size_text(needed)} to write, and {free} were free before"
         if error.errno == errno.EDQUOT:
             text += ", but the quota of this user or project is used up"
-        return f"{text}. Remove what is not needed, or write to another disk"
+        return f"{text}. Remove files that you do not need, or write to another disk"
     return ""
 
 

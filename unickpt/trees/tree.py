@@ -332,7 +332,7 @@ def _tuple_like(template: tuple[Any, ...], values: list[Any]) -> Any:
             new = make(values)
     except Exception as error:
         raise UnsupportedLeaf(
-            f"a {make.__name__} of `like` cannot be made of its elements: {error}; pass tuple(x)"
+            f"a {make.__name__} of `like` cannot be built from its elements: {error}; pass tuple(x)"
         ) from error
     if hasattr(template, "__dict__"):
         new.__dict__.update(template.__dict__)

@@ -198,7 +198,7 @@ class _RankFolder:
                 return {}
             raise self._files.unsupported(
                 f"which parameters are in {quoted(flat)}, says only {_MODEL}/{dcp.METADATA}, which "
-                f"is missing; put the folder {_MODEL} beside this one"
+                f"is missing; put the folder {_MODEL} next to this one"
             )
         parameter_names = {name.removeprefix(f"{_STATE}.").rpartition(".")[0] for name in names}
         defined = self._metadata[_MODEL].added.get("user_defined_dict")

@@ -111,8 +111,9 @@ def _is_ours(files: Files) -> bool:
         if dcp.METADATA in files.here and (marker is _DAMAGED or _COMMON in files.here):
             state = "is missing" if _MARKER not in files.here else "is damaged"
             raise files.damaged(
-                f"{_MARKER}, which says how Megatron saved this, {state}, and {dcp.METADATA} alone "
-                f"does not tell all that is here. Copy the checkpoint again, with its {_MARKER}; "
+                f"{_MARKER}, which says how Megatron saved this, {state}, and {dcp.METADATA} "
+                "alone does not describe all files here. Copy the checkpoint again, with its "
+                f"{_MARKER}; "
                 f"or take {_MARKER} and {_COMMON} away if torch alone wrote this folder (DCP)"
             )
         return False

@@ -190,7 +190,7 @@ def test_an_example_of_other_sizes_than_the_model(tmp_path: Path) -> None:
     back = {"q": np.zeros_like(q)}
     unickpt.load(tmp_path / "b", back, rules=rules.inverse)
     assert back["q"].tobytes() == q.tobytes()
-    with pytest.warns(RuleWarning, match="b=3 is taken, as the rule says is usual"):
+    with pytest.warns(RuleWarning, match="b=3 is assumed, the rule's usual size"):
         unickpt.convert(tmp_path / "b", tmp_path / "c", rules=rules.inverse)
     given = Rules.parse(str(rules), sizes={"b": 4}).inverse  # without a warning
     unickpt.convert(tmp_path / "b", tmp_path / "d", rules=given)
@@ -469,7 +469,9 @@ def test_a_checkpoint_is_converted_as_the_converter_does_it(tmp_path: Path) -> N
     (tmp_path / "my.rules").write_text(rules.report.text)
     rules = Rules.load(tmp_path / "my.rules")
     unickpt.save(tmp_path / "jax", state)
-    with pytest.warns(RuleWarning, match=r"layers/qkv.*\n.*c=4, d=4 is taken.*no shape tells it"):
+    with pytest.warns(
+        RuleWarning, match=r"layers/qkv.*\n.*c=4, d=4 is assumed.*no shape determines it"
+    ):
         unickpt.convert(tmp_path / "jax", tmp_path / "torch", rules=rules)
     found, expected = unickpt.load(tmp_path / "torch"), convert(state)
     assert found.keys() == expected.keys()
