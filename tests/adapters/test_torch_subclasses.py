@@ -183,7 +183,7 @@ class Naming(Float8):
     ("kind", "message"),
     [
         (Hiding, r"quantizers/0/of is of type builtin_function_or_method.*the plain tensor that"),
-        (Computing, r"a Computing computes 'floats' whenever it is asked"),
+        (Computing, r"a Computing computes 'floats' at each call"),
         (Naming, r"a Naming names '_transpose' as one of its tensors, but it is None"),
     ],
 )

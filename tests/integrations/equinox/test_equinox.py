@@ -78,7 +78,7 @@ def test_settings_that_differ_are_refused(tmp_path: Path) -> None:
     assert bool((kept.query_proj.weight == attention(4).query_proj.weight).all())
     ours.save(tmp_path / "m", mixed())
     for settings, text in (
-        ({"scale": 0.25}, "scale: stored 0.5, asked 0.25"),
+        ({"scale": 0.25}, "scale: stored 0.5, requested 0.25"),
         ({"name": "x"}, "name: stored 'mixed', requested 'x'"),
         ({"kinds": (1, 3)}, r"kinds: stored \(1, 2\), requested \(1, 3\)"),
     ):
