@@ -21,11 +21,11 @@ def command(
     ] = None,
     as_json: terminal.AsJson = False,
 ) -> None:
-    """Tell what is installed and what a path supports; send this along when you report a bug.
+    """Check the installation and what a path supports; attach the output to bug reports.
 
     \b
     unickpt doctor                    versions, and the plug-ins of other packages
-    unickpt doctor s3://bucket/runs   also what can be done there: a small file is written
+    unickpt doctor s3://bucket/runs   also what the path supports; writes a small file there
 
     --json prints all, with the plug-ins of unickpt itself. Fields are only ever added. The
     exit code is 2 if a plug-in cannot be used, or no checkpoint be saved at the path.

@@ -65,9 +65,9 @@ def command(
     hint: options.HintOption = None,
     as_json: terminal.AsJson = False,
 ) -> None:
-    """Make one checkpoint of several: an average, an interpolation, or merged tasks.
+    """Merge several checkpoints: averages, interpolations, task arithmetic.
 
-    All that is not merged comes from the last source. Under torchrun, the processes share the work.
+    Everything else comes from the last source. Under torchrun, the processes share the work.
     docs/merge.md describes the methods and their parameters.
 
     \b
@@ -77,7 +77,7 @@ def command(
     unickpt merge math code merged --base llama --how ties --with density=0.2
     unickpt merge math code merged --base llama --how task_arithmetic --weight 0.6 --weight 0.4
 
-    --hint is for every source, and not for --base.
+    --hint applies to every source, but not to --base.
 
     --json prints {url, arrays, bytes, chunks, processes, seconds, quantized: {name: {largest_error,
     largest_relative_error}}, method, sources: [{url, weight}], notes: [text]}, or for --dry-run

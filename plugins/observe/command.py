@@ -23,7 +23,7 @@ from unickpt.extend import terminal_options as options
 from unickpt.extend import terminal_output as terminal
 
 app = terminal.command_app(
-    no_args_is_help=True, help="Write rules from what can be observed, and check them."
+    no_args_is_help=True, help="Derive rules from converters or checkpoints, and check them."
 )
 _Output = Annotated[
     Path | None, typer.Option("-o", "--output", help="The file; without it, they are printed.")
@@ -51,23 +51,23 @@ def observe(
     ] = "numpy",
     partial: Annotated[
         bool,
-        typer.Option("--partial", help="Write what rules can say, also if they cannot say all."),
+        typer.Option("--partial", help="Write rules even if they do not cover everything."),
     ] = False,
     as_json: terminal.AsJson = False,
 ) -> None:
-    """Write the rules that do what a converter does, by running it.
+    """Derive the rules of a converter by running it.
 
     The converter takes a dict of arrays and returns another. It is called a few times with numbered
-    elements, then with random ones, on which the rules must do the same in both directions. Its
-    code is run: only that of people you trust.
+    elements, then with random ones, on which the rules must give the same in both directions. Its
+    code runs: use only code that you trust.
 
     \b
     unickpt rules observe convert_llama:to_hf --example runs/jax/step_100 -o llama.rules
     unickpt rules observe convert_llama:to_hf --example runs/jax/step_100 --under params
     unickpt rules observe ./convert.py:to_hf --example shapes.json --framework torch
 
-    What cannot be a rule, such as a quantiser, is refused with the element that shows it, and
-    nothing is written, unless --partial is given.
+    An operation that no rule expresses, such as a quantiser, is refused with the element that shows
+    it; then nothing is written, unless --partial is given.
 
     --json prints {rules, report: {moved, scaled, constant, not_made, dropped, refused, runs,
     lines}}. Fields are only ever added.
@@ -90,11 +90,10 @@ def draft(
     hint: options.HintOption = None,
     as_json: terminal.AsJson = False,
 ) -> None:
-    """Write rules from two checkpoints that belong together, by values, names and shapes.
+    """Draft rules from two checkpoints of one model, by values, names and shapes.
 
-    Where both hold the same weights, values decide, also which axes of a square array are
-    exchanged. What names and sizes leave open is written as a comment that begins with `#?`: remove
-    that from the lines that are right.
+    If both hold the same weights, values decide, even which axes of a square array are exchanged.
+    Uncertain rules are comments that begin with `#?`: remove it from the lines that are right.
 
     \b
     unickpt rules draft runs/jax/step_100 model.safetensors -o my.rules
@@ -124,8 +123,8 @@ def check(
 ) -> None:
     """Check rules with two checkpoints that hold the same weights, by a few elements of each array.
 
-    Finds what names and shapes do not show: a wrong transpose of a square kernel, an exchange of q
-    and k, heads in another order. Exits with 1 where something differs. `unickpt diff --rules`
+    Finds errors that names and shapes do not show: a wrong transpose of a square kernel, exchanged
+    q and k, heads in another order. Exits with 1 if something differs. `unickpt diff --rules`
     compares every element.
 
     \b

@@ -42,11 +42,11 @@ def command(
         ),
     ] = None,
 ) -> None:
-    """Write a page about a run, or one checkpoint: one HTML file that needs no network.
+    """Write a page about a run or a checkpoint: one HTML file that needs no network.
 
-    Of a run: its steps, what each shares with others, and how long it took. Of the newest steps:
-    when each process did what, the processes over the mesh, and the slowest. Of the newest: its
-    arrays and their layouts. No arrays are read.
+    It shows the steps, the data that they share, and how long each took; for the newest steps, a
+    timeline of the processes, the processes over the mesh, and the slowest; and the arrays of the
+    newest step with their layouts. No arrays are read.
 
     \b
     unickpt report runs/llama -o report.html
@@ -54,11 +54,11 @@ def command(
     unickpt report runs/llama --metrics saves.jsonl
     unickpt report runs/llama --trace saves.json
 
-    With --trace, it also writes the timeline as trace events (JSON), to be opened in
+    With --trace, it also writes the timeline as trace events (JSON), to open in
     https://ui.perfetto.dev or chrome://tracing: a track for each process of each save, with its
     phases, and their bytes as arguments.
 
-    With --metrics, the page also shows steps that are removed, the time to each commit, and loads.
+    With --metrics, the page also shows removed steps, the time to each commit, and loads.
     """
     page = report(path, out, metrics=metrics or (), trace=trace)
     for written in (page, *([Path(trace)] if trace else [])):

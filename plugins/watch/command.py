@@ -36,7 +36,7 @@ def command(
     ] = 8,
     as_json: terminal.AsJson = False,
 ) -> None:
-    """Show how far the saves of a run are, until Ctrl-C; from the storage alone.
+    """Follow the saves of a run until Ctrl-C, from the storage alone.
 
     Processes report their progress once a save takes more than a few seconds. A shorter one only
     shows which processes have written something, and which are done.
@@ -46,10 +46,10 @@ def command(
     unickpt watch s3://bucket/runs/llama --every 30
     unickpt watch runs/llama --once --json
 
-    An abandoned save looks like one under way in which nothing changes; `unickpt clean` removes
-    what such saves left.
+    An abandoned save looks like one in progress in which nothing changes; `unickpt clean` removes
+    its remains.
 
-    --json prints an object for each look, one a line: {committed: [{name, created, nbytes,
+    --json prints one object for each look, on one line: {committed: [{name, created, nbytes,
     new_bytes, processes, seconds, error}], under_way: [{name, attempt, processes, phases, nbytes,
     total, seconds, quiet_s}]}. phases has the numbers of the processes by what they do.
     """

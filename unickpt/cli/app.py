@@ -78,29 +78,28 @@ def unickpt_command(
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
-    """Look at checkpoints of sharded arrays, wherever they are stored.
+    """Inspect, check, convert and clean up checkpoints of sharded arrays on any storage.
 
     \b
-    unickpt ls runs/llama                    which checkpoints are there
-    unickpt inspect runs/llama/step_100      what is in one
-    unickpt watch runs/llama                 how far its saves are
-    unickpt report runs/llama -o r.html      a page of its steps, and of who was slow
-    unickpt verify s3://bucket/llama/100     whether every byte is undamaged
-    unickpt diff runs/a/100 runs/b/100       how two differ
-    unickpt convert runs/jax/100 runs/torch --rules my.rules   make one from another
-    unickpt copy runs/llama/100 s3://b/100   the same in another place
-    unickpt import llama-hf runs/llama       make one from another system's
+    unickpt ls runs/llama                    list the checkpoints in a folder
+    unickpt inspect runs/llama/step_100      show the tree of a checkpoint
+    unickpt watch runs/llama                 follow the saves in progress
+    unickpt report runs/llama -o r.html      write a page: steps, times, slow processes
+    unickpt verify s3://bucket/llama/100     check every byte against its digest
+    unickpt diff runs/a/100 runs/b/100       compare two checkpoints
+    unickpt convert runs/jax/100 runs/torch --rules my.rules   rename, transpose, cast
+    unickpt copy runs/llama/100 s3://b/100   copy and check a checkpoint
+    unickpt import llama-hf runs/llama       read a checkpoint of another system
     unickpt export runs/llama llama-hf --to hf   write one for another system
-    unickpt merge runs/llama average --last 5   make one of several: averages, TIES and others
-    unickpt clean runs/llama                 remove what failed saves left
+    unickpt merge runs/llama average --last 5   average, TIES, SLERP and others
+    unickpt clean runs/llama                 remove the remains of failed saves
     unickpt prune runs/llama --keep-last 3   remove steps that no rule keeps
-    unickpt presets                          the rules that come with unickpt
-    unickpt doctor s3://bucket/runs          what is installed, and what a path supports
-    unickpt rules observe convert:to_hf --example runs/jax/100   rules from a converter
+    unickpt presets                          list the built-in rules
+    unickpt doctor s3://bucket/runs          check the installation and a path
+    unickpt rules observe convert:to_hf --example runs/jax/100   derive rules from a converter
 
-    Exit codes: 0 for success, 1 if verify finds damage, diff finds a difference, or clean
-    or prune is not confirmed, 2 for every other error; the same if the output is cut, as
-    by `| head`.
+    Exit codes: 0 for success; 1 if verify finds damage, diff finds a difference, or clean
+    or prune is not confirmed; 2 for any other error. `| head` does not change them.
     """
 
 

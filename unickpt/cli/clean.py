@@ -26,15 +26,15 @@ def command(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Remove what failed and killed saves left in a folder of checkpoints, or in one checkpoint.
+    """Remove the remains of failed and killed saves from a folder of checkpoints, or from one.
 
-    Shows what it would remove, asks, and removes exactly that: folders in which a save never
-    committed a checkpoint, attempts that no checkpoint uses, leftover lock files, and steps that
-    were removed but for what others borrowed, and that nothing needs any more (kind "retired").
-    What killed exports left beside local destinations is removed, too; a checkpoint that one had
-    moved away to replace it (kind "replaced") is put back. It never removes a checkpoint, a file
-    that no save has written, what was written in the last 15 minutes, or anything through a
-    symbolic link, and nothing while a job saves there.
+    Shows what it would remove, asks, and removes exactly that: folders without a committed
+    checkpoint, attempts that no checkpoint uses, leftover lock files, and the rest of retired
+    steps that no step needs any more (kind "retired"). It also removes the remains of killed
+    exports next to local destinations, and puts back a checkpoint that an export had moved away
+    (kind "replaced"). It never removes a checkpoint, a file that no save has written, anything
+    written in the last 15 minutes, or anything through a symbolic link; and nothing while a job
+    saves there.
 
     \b
     unickpt clean runs/llama

@@ -62,9 +62,9 @@ def command(
     hint: options.HintOption = None,
     as_json: output.AsJson = False,
 ) -> None:
-    """Make a checkpoint from another one, through rules, with bounded memory.
+    """Convert a checkpoint through rules, with bounded memory.
 
-    The source is checked while it is read, and the destination is read again and checked.
+    The source is checked while it is read. The destination is read back and checked.
     Under torchrun, the processes share the work.
 
     \b
@@ -158,7 +158,7 @@ def export(
 ) -> None:
     """Write a checkpoint for another system, with bounded memory.
 
-    What was written is read again and compared with the source. Under torchrun, the processes share
+    The result is read back and compared with the source. Under torchrun, the processes share
     the work. Values that the format cannot hold are an error; drop them by rules.
 
     \b
@@ -208,9 +208,9 @@ def import_(
     hint: options.HintOption = None,
     as_json: output.AsJson = False,
 ) -> None:
-    """Make a checkpoint of unickpt's own format from another system's.
+    """Convert another system's checkpoint to unickpt's own format.
 
-    What was written is checked against its digests, and compared with the source, bit for bit.
+    The result is checked against its digests and compared with the source, bit for bit.
     Under torchrun, the processes share the work.
 
     \b
@@ -244,9 +244,9 @@ def copy(
 ) -> None:
     """Copy a checkpoint to another place, and check it there.
 
-    The copy appears when all of it was read again and matches its digests. Run the command again if
-    it was interrupted: it goes on with the files that are there. The copy needs no other
-    checkpoint, even if the source shares chunks with those beside it.
+    The copy appears when all of it has been read back and matches its digests. If the command was
+    interrupted, run it again: it keeps complete files. The copy needs no other checkpoint, even if
+    the source shares chunks with others.
 
     \b
     unickpt copy runs/llama/step_100 s3://bucket/llama/step_100

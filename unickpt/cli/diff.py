@@ -42,8 +42,8 @@ def command(
 ) -> None:
     """Compare two checkpoints: names, shapes, dtypes and values.
 
-    Arrays with equal digests are not read. With --under, all of a checkpoint that has no such part
-    is compared. Exits with 1 where anything but a layout differs.
+    Arrays with equal digests are not read. With --under, a checkpoint without that part is compared
+    as a whole. Exits with 1 if anything but a layout differs.
 
     \b
     unickpt diff runs/a/step_100 runs/b/step_100

@@ -61,8 +61,8 @@ def command(
 ) -> None:
     """Show a checkpoint's tree, or one array, or how long its save took.
 
-    Only the index is read, so this is fast for a checkpoint of any size. --nonfinite reads all
-    arrays of floats.
+    Reads only the index, so it is fast for a checkpoint of any size. --nonfinite reads all arrays
+    of floats.
 
     \b
     unickpt inspect runs/step_100
@@ -73,16 +73,16 @@ def command(
     unickpt inspect runs/step_100 --timing
     unickpt inspect runs/step_100 --nonfinite
 
-    Of an array, a map shows its fragments as they were when it was saved: p is the process and d
-    the device of the mesh, counted row-major, that held one.
+    For an array, a map shows its fragments at the time of the save: p is the process and d the
+    device of the mesh, counted row-major, that held a fragment.
 
     --json prints one object. Fields are only ever added to it. Shapes are lists, sizes are bytes.
 
     \b
     url, format, created, library, attempt, processes, metadata
-    features    what a program must know to read or delete it (docs/format.md)
+    features    features that a program needs to read or delete it (docs/format.md)
     codecs      names of the codecs of arrays
-    beside      files in its folder that could be taken for it, and are not part of it
+    beside      files in its folder that look like a part of it, but are none
     meshes      [{axes, shape, processes}]
     arrays      [{name, shape, dtype, bytes, mesh, spec, fragments, chunk, chunks, parts, prng,
                 quantized, patched, codecs, block}]
@@ -95,11 +95,11 @@ def command(
                 that only its class can read is {opaque: name of the class, size}
     per_process {name: [bytes of each process's value]}
     totals      {arrays, elements, by_dtype: {dtype: {arrays, bytes}}, bytes, chunks, reused_bytes,
-                bases: the names of checkpoints beside it without which it cannot be read}
+                bases: names of the checkpoints next to it that it needs}
 
     With --timing, --json prints {url, timing}: null if it was not kept, or {processes, collected,
     merged, began, at, seconds, done, waited, blocked, written, stored, reused, staged, chunks},
-    with lists that have a number for each process. Times are seconds since process 0 was asked to
+    with lists that have a number for each process. Times are seconds since process 0 called
     save; at and seconds have a list for each phase, at with seconds since began.
 
     With NAME of an array, --json prints that array alone, with fragments as

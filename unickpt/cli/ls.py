@@ -35,12 +35,12 @@ def command(
     ],
     as_json: AsJson = False,
 ) -> None:
-    """List the checkpoints in a folder, also those of other systems, and what failed saves left.
+    """List the checkpoints in a folder, including those of other systems, and remains of saves.
 
     A local folder without checkpoints is searched four levels deep: a cache of the Hugging Face
-    Hub, or a folder of several models. Of a file, its own row is shown.
+    Hub, or a folder of several models. For a file, its own row is shown.
 
-    What failed saves left behind is shown below the list, and `unickpt clean` removes it. A
+    The remains of failed saves are listed below; `unickpt clean` removes them. A
     checkpoint whose index cannot be read is listed with the reason.
 
     \b
@@ -54,7 +54,7 @@ def command(
     unknown_age: [the same], holder}.
 
     Fields are only ever added. Where error is not null, the facts before it are null. under_way may
-    be of saves in progress; holder is the job that saves here, or null.
+    belong to saves in progress; holder is the job that saves here, or null.
     """
     location = paths.resolve(root, or_file=True, whole=True)
     if location.is_local and os.path.isfile(str(location)):

@@ -15,7 +15,7 @@ def command(
     name: Annotated[str | None, typer.Argument(help="Print this one.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """List the rule files that come with unickpt, or print one, to be copied and changed.
+    """List the built-in rule files, or print one to copy and change.
 
     \b
     unickpt presets

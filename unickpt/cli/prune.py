@@ -47,9 +47,9 @@ def command(
     """Remove the steps of a run that no rule keeps.
 
     The rules are those of `Checkpointer`, and the options have the names of its arguments: a step
-    stays if any rule keeps it. The newest step stays, and so do steps that others borrow from; of a
-    run with experts=, only what others borrow stays. Shows what it would remove and why the other
-    steps stay, asks, and removes exactly that. It removes nothing while a job saves there.
+    stays if any rule keeps it. The newest step stays, and so do steps that others borrow from; in a
+    run with experts=, only their borrowed files stay. Shows what it would remove and why the others
+    stay, asks, and removes exactly that. It removes nothing while a job saves there.
 
     \b
     unickpt prune runs/llama --keep-last 3 --keep-every 1000 --dry-run

@@ -37,15 +37,15 @@ def command(
     unickpt verify s3://bucket/runs/step_100 --json
     unickpt verify runs --nonfinite
 
-    With --nonfinite, it reads the arrays of floats alone, compares their bytes with the digests,
-    and exits with 1 if any element is NaN or infinite. Of a folder, it reads the checkpoints in the
+    With --nonfinite, it reads only arrays of floats, compares their bytes with the digests, and
+    exits with 1 if any element is NaN or infinite. In a folder, it reads the checkpoints in the
     order of their steps, up to the first that has any. --json then prints {url, ok, checked,
     checkpoints, arrays: [{name, nan, infinite, elements, first}]}.
 
     --json prints {url, ok, arrays, chunks, bytes, seconds, damage, unverified}, damage being a
     list of {array, box, process, reason}; array and box are empty, and process is null, where the
     damage is not in a chunk. unverified says why changed bytes would not be noticed; it is empty
-    where all arrays have digests or checksums.
+    if all arrays have digests or checksums.
 
     Fields are only ever added.
     """

@@ -30,7 +30,7 @@ HintOption = Annotated[
     typer.Option(
         "--hint",
         metavar="NAME=VALUE",
-        help="What the files of another system's checkpoint do not tell; may be repeated; the "
+        help="Facts that the files of another system's checkpoint lack; may be repeated; the "
         "value is JSON, or a text. Of GGUF: dequantize=float32 reads quantized tensors as floats. "
         "Of Megatron: extra_state=true shows what is called _extra_state. Of DeepSpeed, how "
         "tensor-parallel ranks share parameters, by regular expressions, such as "
