@@ -42,8 +42,6 @@ from unickpt.format.borrowed import name_of as base_name
 from unickpt.format.chunk_grid import Part, chunk_keys, numbered_parts
 from unickpt.format.chunk_grid import parts as parts_of_array
 from unickpt.format.chunk_grid import parts_of as parts_of_boxes
-from unickpt.format.chunk_store import COMPRESSED_MOST as MOST_COMPRESSED_BYTES
-from unickpt.format.chunk_store import ChunkStore
 from unickpt.format.chunk_values import Value as ChunkValue
 from unickpt.format.chunk_values import read_full as read_full_chunk
 from unickpt.format.codec import Encoded as EncodedChunk
@@ -92,6 +90,8 @@ from unickpt.format.timing import PHASES as SAVE_PHASES
 from unickpt.format.timing import Timing
 from unickpt.format.unit_steps import UnitSteps
 from unickpt.format.unit_steps import stored as stored_unit_steps
+from unickpt.format.verified_chunks import COMPRESSED_MOST as MOST_COMPRESSED_BYTES
+from unickpt.format.verified_chunks import ChunkStore
 from unickpt.format.writer import (
     Data,
     Ending,

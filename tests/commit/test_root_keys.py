@@ -23,9 +23,9 @@ from unickpt.commit.merge_chunks import BORROWED, COMPOSED, MISSING, WHOLE, Chun
 from unickpt.commit.messages import ADDITION_DTYPE, CHUNK_DTYPE, Record
 from unickpt.format import borrowed, chunk_grid, digest_table, index_json
 from unickpt.format.chunk_grid import FULL_LINK
-from unickpt.format.chunk_store import ChunkDigests
 from unickpt.format.index import ArrayEntry, BaseEntry, Index
 from unickpt.format.ocdbt_reader import OcdbtReader
+from unickpt.format.verified_chunks import ChunkDigests
 from unickpt.storage.btree.builder import PLACE_DTYPE
 from unickpt.storage.btree.nodes import DataReference
 

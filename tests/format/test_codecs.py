@@ -21,7 +21,7 @@ from unickpt import (
     extend,
 )
 from unickpt.errors import PluginError
-from unickpt.format import chunk_store, codecs
+from unickpt.format import codecs, verified_chunks
 
 STATE = {"w": np.arange(3000.0), "b": np.ones(3)}
 
@@ -82,7 +82,7 @@ def test_a_chunk_that_readers_refuse_is_not_saved(
     gzip: bool, registered: Zlib, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert save(tmp_path / "fits", Zlib(gzip=gzip)).arrays == 2
-    monkeypatch.setattr(chunk_store, "COMPRESSED_MOST", 20_000)
+    monkeypatch.setattr(verified_chunks, "COMPRESSED_MOST", 20_000)
     with pytest.raises(
         UnsupportedLeaf, match=r"'w': its chunks would have 24000 bytes, but .*20000"
     ):

@@ -22,7 +22,7 @@ import unickpt
 from unickpt import CheckpointCorrupt, CheckpointNotFound, StorageError
 from unickpt.commit.coordinator import Coordinator
 from unickpt.errors import CheckpointReplaced
-from unickpt.format import chunk_store, codec, index_json
+from unickpt.format import codec, index_json, verified_chunks
 from unickpt.format.ocdbt_reader import OcdbtReader
 from unickpt.loading import views
 from unickpt.reading import array_reader, checkpoint, chunk_reader, read_plan
@@ -106,13 +106,13 @@ def replacing_once(monkeypatch: pytest.MonkeyPatch, path: Any) -> list[int]:
 
 def before_chunks(monkeypatch: pytest.MonkeyPatch, act: Callable[[], None]) -> None:
     """Does something before chunks are read, each time."""
-    real = chunk_store.ChunkStore.read
+    real = verified_chunks.ChunkStore.read
 
     def read(*arguments: Any) -> Any:
         act()
         return real(*arguments)
 
-    monkeypatch.setattr(chunk_store.ChunkStore, "read", read)
+    monkeypatch.setattr(verified_chunks.ChunkStore, "read", read)
 
 
 @pytest.fixture(params=["local", "memory", "s3"])
@@ -301,12 +301,12 @@ def test_a_bug_is_never_told_as_damage(
 
     places: list[tuple[Any, str]] = [
         (read_plan.Piece, "place"), (chunk_reader, "_direct"), (array_reader, "consumers_of"),
-        (chunk_store, "chunk_key"),
+        (verified_chunks, "chunk_key"),
         (database, "_bytes_of"), (nodes, "_keys"),
         (views.StoredView, "jobs"), (index_json, "_layout"),
         (index_json, "_array"),
-        (OcdbtReader, "check_backed"), (chunk_store.ChunkStore, "read"),
-        (chunk_store.ChunkDigests, "check_length"),
+        (OcdbtReader, "check_backed"), (verified_chunks.ChunkStore, "read"),
+        (verified_chunks.ChunkDigests, "check_length"),
     ]  # fmt: skip
     strided = {k: np.zeros((*s[:-1], 2 * s[-1]))[..., ::2] for k, s in SHAPES.items()}
     like = {**strided, "number": 0}

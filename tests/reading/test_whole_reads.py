@@ -20,8 +20,8 @@ from support.counts import chunks_read
 import unickpt
 from unickpt import CheckpointCorrupt, LoadOptions, SaveOptions
 from unickpt.format import digest_table
-from unickpt.format.chunk_store import ChunkStore
 from unickpt.format.index import DigestBlocks
+from unickpt.format.verified_chunks import ChunkStore
 from unickpt.reading import array_reader
 from unickpt.storage.local_files import RegularFiles
 

@@ -24,7 +24,7 @@ from unickpt import (
     SaveConflict,
     StorageError,
 )
-from unickpt.format.chunk_store import ChunkStore
+from unickpt.format.verified_chunks import ChunkStore
 from unickpt.reading.listing import checkpoints_below
 from unickpt.storage import paths
 

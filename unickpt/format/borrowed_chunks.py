@@ -11,8 +11,8 @@ import numpy as np
 from unickpt.errors import CheckpointCorrupt, UnickptError
 from unickpt.format import borrowed, chunk_grid
 from unickpt.format.chunk_grid import Part
-from unickpt.format.chunk_store import ChunkDigests, ChunkStore
 from unickpt.format.index import BORROWED_KEY, ArrayEntry, Index
+from unickpt.format.verified_chunks import ChunkDigests, ChunkStore
 from unickpt.storage.errors import Damaged, Failed, reading_failed
 
 

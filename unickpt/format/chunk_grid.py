@@ -27,7 +27,7 @@ Numbers = np.ndarray[Any, np.dtype[np.int64]]
 _TOLERANCE = 4
 # Chunks of a process's devices are joined up to this size. Larger ones are saved as views of a
 # device's memory, and read straight into it: joining them by a copy takes longer than the smaller
-# number of chunks saves (measured: benchmarks/devices.py; as `chunk_store.SMALL`).
+# number of chunks saves (measured: benchmarks/devices.py; as `verified_chunks.SMALL`).
 _JOINED_BYTES = 64 << 10
 # Replicas split chunks among them. An array does not show how many similar ones exist: for a
 # hundred of them, each replica would write this many chunks.

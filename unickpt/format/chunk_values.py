@@ -19,10 +19,10 @@ from unickpt.arrays.dtypes import Array
 from unickpt.errors import UnsupportedFormat
 from unickpt.format import codec, codecs
 from unickpt.format.chunk_grid import FULL_LINK, WHOLE_LINK, Part, chunk_key
-from unickpt.format.chunk_store import ChunkStore
 from unickpt.format.codecs import NotDecodable
 from unickpt.format.index import PATCHES, ArrayEntry
 from unickpt.format.reader import Request
+from unickpt.format.verified_chunks import ChunkStore
 from unickpt.storage.btree.nodes import DataReference
 from unickpt.storage.errors import Damaged, Failed
 

@@ -12,12 +12,12 @@ import numpy as np
 import tensorstore as ts
 
 from unickpt.errors import CheckpointCorrupt, CheckpointNotFound, UnickptError, UnsupportedFormat
-from unickpt.format import chunk_grid, chunk_store, digest_table, index_json
+from unickpt.format import chunk_grid, digest_table, index_json, verified_chunks
 from unickpt.format.chunk_grid import Part
-from unickpt.format.chunk_store import ChunkDigests, ChunkStore
 from unickpt.format.index import FORMAT as NUMBER
 from unickpt.format.index import INDEX_KEY, ArrayEntry, BaseEntry, Index
 from unickpt.format.reader import ParallelMap, Reader, Request
+from unickpt.format.verified_chunks import ChunkDigests, ChunkStore
 from unickpt.storage import errors, ocdbt, paths
 from unickpt.storage.database import Database
 from unickpt.storage.errors import Failed
@@ -65,7 +65,7 @@ def open_pinned(database: Database) -> OcdbtReader:
             reader.borrowed.open()
         return reader
     except UnickptError as error:
-        failure = chunk_store.unless_replaced(error, database)
+        failure = verified_chunks.unless_replaced(error, database)
         if failure is error:
             raise
         raise failure from error
@@ -164,7 +164,7 @@ class OcdbtReader(Reader):
 
     def check_backed(self, entry: ArrayEntry) -> None:
         self.digests_of(entry.name)
-        if math.prod(entry.chunk) * entry.itemsize <= chunk_store.BELIEVED:
+        if math.prod(entry.chunk) * entry.itemsize <= verified_chunks.BELIEVED:
             return
         with self.chunks.naming_array(entry):
             for part in chunk_grid.parts(entry)[:1]:

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 
 from unickpt.errors import CheckpointCorrupt
 from unickpt.format import codec
-from unickpt.format.chunk_store import ChunkStore
 from unickpt.format.index import BORROWED_KEY, DIGESTS_KEY, INDEX_KEY, extra_key
 from unickpt.format.reader import ParallelMap, Reader
+from unickpt.format.verified_chunks import ChunkStore
 from unickpt.storage.errors import reading
 from unickpt.threads import in_batches
 from unickpt.trees import tree, tree_json

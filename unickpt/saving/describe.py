@@ -14,7 +14,7 @@ import xxhash
 from unickpt.arrays import dtypes
 from unickpt.arrays.box import Box
 from unickpt.errors import UnsupportedLeaf
-from unickpt.format import chunk_grid, chunk_store, codec, codecs, index_json
+from unickpt.format import chunk_grid, codec, codecs, index_json, verified_chunks
 from unickpt.format.index import ArrayEntry, Index, PerProcessEntry, nbytes_of, shape_problem
 from unickpt.frameworks.leaves import Described, PerProcess, adapter_of, expand, leaf_test
 from unickpt.frameworks.process_group import Group
@@ -248,7 +248,7 @@ def _source(value: Any, group: Group, among: Sequence[Adapter]) -> ArraySource:
 
 def _check_chunk(entry: ArrayEntry) -> None:
     """Checks that readers accept a chunk whose size only the index states."""
-    nbytes, most = math.prod(entry.chunk) * entry.itemsize, chunk_store.COMPRESSED_MOST
+    nbytes, most = math.prod(entry.chunk) * entry.itemsize, verified_chunks.COMPRESSED_MOST
     if not entry.encoding or nbytes <= most:
         return
     if entry.codec is None or not codec.is_of_fixed_size(entry):

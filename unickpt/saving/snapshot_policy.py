@@ -24,7 +24,7 @@ from unickpt.arrays.box import Box
 from unickpt.arrays.dtypes import Array, DType
 from unickpt.errors import StateChanged
 from unickpt.format import codec
-from unickpt.format.chunk_store import SMALL
+from unickpt.format.verified_chunks import SMALL
 from unickpt.frameworks.host_memory import stage
 from unickpt.frameworks.protocol import ArraySource, Fragment, Memory, Read
 from unickpt.options import SaveOptions
