@@ -327,7 +327,7 @@ def test_facts_of_flat_parameters_that_do_not_fit(
 def test_flat_slots_without_the_model_are_refused(tmp_path: Path) -> None:
     path = unpacked("bcp-fsdp1-flat", tmp_path)
     shutil.rmtree(path / STEP / "model")
-    with pytest.raises(UnsupportedFormat, match=r"_flat_param.*put the folder model beside"):
+    with pytest.raises(UnsupportedFormat, match=r"_flat_param.*put the folder model next to"):
         unickpt.open(path)
 
 
