@@ -130,6 +130,7 @@ def test_damage_is_told_as_any_other(installed: Path, saved: Path, tmp_path: Pat
     assert "CheckpointCorrupt" in said
 
 
+@pytest.mark.integration  # it starts the command line in processes of their own
 def test_its_format_is_read_by_every_program(installed: Path, tmp_path: Path) -> None:
     (tmp_path / "arrays.json").write_text(json.dumps({"w": ["int16", [2, 3], 4]}))
     (tmp_path / "data.bin").write_bytes(b"----" + np.arange(6, dtype=np.int16).tobytes())
