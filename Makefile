@@ -57,7 +57,7 @@ test: .venv/installed
 		$(MAKE) --no-print-directory lint && { wait; true; }
 	$(BIN)/python -m pytest $(SPREAD) $(TESTED)
 
-# The core alone, installed without plug-ins, trainers and formats of others: 5 minutes.
+# The core alone, installed without plug-ins, trainers and formats of others: 3 minutes.
 core: .venv/installed
 	$(BIN)/python tests/core.py
 

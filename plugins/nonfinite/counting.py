@@ -100,7 +100,7 @@ def find_nonfinite(path: Source, *, progress: Progress = None) -> NonfiniteRepor
     """
     with reporting(progress, "reading") as notify:
         try:
-            return reading_again(lambda: _report(path, notify))
+            return reading_again(lambda: _report(path, notify), path)
         except CheckpointNotFound:
             steps = [] if isinstance(path, Checkpoint) else checkpoints_below(path)
             if not steps:

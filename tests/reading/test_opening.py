@@ -444,3 +444,27 @@ def test_an_array_of_no_axes_becomes_an_array_of_numpy() -> None:
     unickpt.save("memory://opening/scalar", {"x": np.array(2.5, np.float32)})
     found = np.asarray(unickpt.open("memory://opening/scalar")["x"])
     assert (found.dtype, found.shape, found.item()) == (np.float32, (), 2.5)
+
+
+@pytest.mark.parametrize("read", [unickpt.load, unickpt.verify, unickpt.find_nonfinite])
+def test_only_a_path_is_opened_again_when_it_was_replaced(
+    read: Callable[[Any], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An open checkpoint stays replaced: to read it again and again would only take long."""
+    unickpt.save(tmp_path / "c", {"w": np.ones(3)})
+    opened, reads, attempts = unickpt.open(tmp_path / "c"), 0, []
+
+    def replaced(*_: Any, **__: Any) -> Any:
+        nonlocal reads
+        reads += 1
+        raise CheckpointReplaced("another save replaced it")
+
+    monkeypatch.setattr(OcdbtReader, "read", replaced)
+    monkeypatch.setattr(OcdbtReader, "check_unchanged", replaced)
+    for source in (opened, tmp_path / "c"):
+        reads = 0
+        with pytest.raises(CheckpointReplaced):
+            read(source)
+        attempts.append(reads)
+    assert attempts[0] == 1
+    assert attempts[1] >= checkpoint._MOST_ATTEMPTS

@@ -60,12 +60,17 @@ class TableBlocks:
         Raises:
             Mismatch: a block does not match its digest.
         """
-        numbers = np.arange(which.start, which.stop) if isinstance(which, slice) else which
-        table, size = np.empty(len(numbers), DTYPE), self._digests.rows
-        blocks, inverse = np.unique(numbers // size, return_inverse=True)
+        size = self._digests.rows
+        if isinstance(which, slice):  # of an array with many chunks: each row is copied once
+            first, last = which.start // size, -(-which.stop // size)
+            pieces = self._blocks(range(first, last)) if which.start < which.stop else []
+            table = np.concatenate([np.zeros(0, DTYPE), *pieces])
+            return table[which.start - first * size : which.stop - first * size]
+        table = np.empty(len(which), DTYPE)
+        blocks, inverse = np.unique(which // size, return_inverse=True)
         for block_index, rows in enumerate(self._blocks(blocks.tolist())):
             is_there = inverse == block_index
-            table[is_there] = rows[numbers[is_there] % size]
+            table[is_there] = rows[which[is_there] % size]
         return table
 
     def _blocks(self, numbers: Sequence[int]) -> list[Table]:

@@ -200,7 +200,7 @@ def load(
         None if framework == "numpy" else adapter_named(framework),
     )
     # Fills everything again; processes that exchange chunks restart together.
-    loaded_tree, report = checkpoint.again(lambda: loading.load(path, like))
+    loaded_tree, report = checkpoint.again(lambda: loading.load(path, like), path)
     if _log.isEnabledFor(logging.INFO):
         _log.info("%s", report)
     return (loaded_tree, report) if return_report else loaded_tree

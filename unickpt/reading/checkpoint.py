@@ -92,10 +92,15 @@ def reading(path: paths.PathLike, work: Callable[[Checkpoint], T]) -> T:
     return again(lambda: work(_open(path, {})))
 
 
-def again(work: Callable[[], T]) -> T:
-    """Calls `work`, and calls it again if it raises CheckpointReplaced."""
+def again(work: Callable[[], T], source: Source | None = None) -> T:
+    """Calls `work`, and calls it again if it raises CheckpointReplaced.
+
+    Arguments:
+        work: opens `source` and reads it.
+        source: a path; or an open checkpoint, which stays replaced, so that `work` is called once.
+    """
     replaced = None
-    for _ in range(_MOST_ATTEMPTS):
+    for _ in range(1 if isinstance(source, Checkpoint) else _MOST_ATTEMPTS):
         try:
             return work()
         except CheckpointReplaced as error:

@@ -119,7 +119,8 @@ def verify(path: checkpoint.Source, *, progress: Progress = None) -> VerifyRepor
         return checkpoint.again(
             lambda: verify_opened(
                 url, lambda: checkpoint.opened(path, once=True).reader, report_progress
-            )
+            ),
+            path,
         )
 
 
