@@ -113,7 +113,7 @@ def open_base(location: Location, save: WritingSave, how: How, *, needed: bool) 
             return Base(reader, links, how)
         why = "its files cannot be linked, and it is not next to the new checkpoint"
     else:
-        why = "it is not beside the new checkpoint"
+        why = "it is not next to the new checkpoint"
     if is_alike and _is_beside(location, save.location):
         patched = how.patch and not how.chained
         beside = Siblings(reader, chained=patched or how.chained, counted=patched)
