@@ -446,7 +446,7 @@ def test_an_array_of_no_axes_becomes_an_array_of_numpy() -> None:
     assert (found.dtype, found.shape, found.item()) == (np.float32, (), 2.5)
 
 
-@pytest.mark.parametrize("read", [unickpt.load, unickpt.verify, unickpt.find_nonfinite])
+@pytest.mark.parametrize("read", [unickpt.load, unickpt.verify])
 def test_only_a_path_is_opened_again_when_it_was_replaced(
     read: Callable[[Any], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 import unickpt
 from unickpt.cli.app import app
+from unickpt.errors import CheckpointReplaced
 from unickpt.plugins.nonfinite import counting as nonfinite
 
 FLOATS = [
@@ -105,3 +106,22 @@ def test_commands_count(tmp_path: Path) -> None:
     (array,) = json.loads(out)["arrays"]
     assert array == {"name": "w", "nan": 1, "infinite": 0, "elements": 3, "first": [0]}
     assert run("inspect", "--nonfinite", tmp_path / "step_30", "w")[0] == 2
+
+
+@pytest.mark.parametrize("opened", [True, False])
+def test_only_a_path_is_counted_again_when_it_was_replaced(
+    opened: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An open checkpoint stays replaced: to read it again and again would only take long."""
+    unickpt.save(tmp_path / "c", {"w": np.ones(3)})
+    reads = 0
+
+    def replaced(*_: Any, **__: Any) -> Any:
+        nonlocal reads
+        reads += 1
+        raise CheckpointReplaced("another save replaced it")
+
+    monkeypatch.setattr(nonfinite, "_report", replaced)
+    with pytest.raises(CheckpointReplaced):
+        unickpt.find_nonfinite(unickpt.open(tmp_path / "c") if opened else tmp_path / "c")
+    assert (reads == 1) is opened
