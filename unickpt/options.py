@@ -98,33 +98,24 @@ class SaveOptions(CommonOptions):
     """How to save.
 
     Arguments:
-        staging: how `save_async` keeps the state until it is written: "auto", "copy", "reference",
-            "lazy" or "device" (docs/howto/save.md).
+        staging: how a state is kept until it is written: one of `STAGINGS` (docs/howto/save.md).
         fsync: whether to flush files and folders to disk before the save returns.
-        budget_bytes: bytes of host memory for all saves of a node together, beyond the state; its
-            processes get equal shares (docs/howto/save.md).
+        budget_bytes: bytes of host memory for all saves of a node together, beyond the state.
         chunk_bytes: target size in bytes of a chunk, the unit of writing, reading and checking.
         chunk_shape: chunk shape of arrays with this number of dimensions; fragments limit it.
         compression: None, "auto", "zstd", "gzip" or "blosc" (docs/compression.md).
         base: an earlier checkpoint; chunks that equal its chunks are not written (docs/reuse.md).
         reuse: how equal chunks are recognised: "digest", "compare" or "patch" (docs/reuse.md).
-        changed: what changed since `base`, by patterns of names, or "tracked"; the rest is neither
-            staged nor hashed (docs/reuse.md).
-        kept_cost: with `reuse="patch"`, the cost of a byte kept until the next save, relative to
-            that of writing one.
-        quantize: patterns of names of arrays to store with fewer bits, and so not exactly: "uint8",
-            "int4", "int3", "int2", "bfloat16" or `Restores` (docs/quantize.md).
+        changed: what changed since `base`, by patterns of names, or "tracked" (docs/reuse.md).
+        kept_cost: with `reuse="patch"`, the cost of a byte kept, relative to that of writing one.
+        quantize: codes with fewer bits, by patterns of names: not exact (docs/quantize.md).
         timeout_s: seconds to wait for the other processes: to start the save, and to finish it.
-        check_replicas: whether to compare every byte of plain arrays, which should be equal on all
-            processes; by default a sample, with a warning (`ReplicasDiffer`).
-        group: the processes that save together: a process group of torch, a mesh or list of devices
-            of JAX, or a `ProcessGroup`; by default all of the job (docs/howto/processes.md).
+        check_replicas: compare every byte of plain arrays across processes; else a sample, to warn.
+        group: the processes that save together; by default all of the job (howto/processes.md).
         metrics: called with the report of each save on the saving thread; what it raises is logged.
-        progress: True for a progress bar on process 0 (needs `unickpt[progress]`), or a function of
-            the bytes saved so far and in total.
+        progress: True for a bar on process 0, or a function of the bytes saved and in total.
         features: further plug-ins (`unickpt.extend.SaveFeature`), such as a codec.
-        timing: whether `unickpt.open(path).timing` has the seconds of each process; by default, if
-            there are several.
+        timing: whether to store the seconds of each process; None: if there are several.
 
     Raises:
         MissingPackage: `progress=True` without tqdm.

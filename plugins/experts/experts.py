@@ -22,13 +22,9 @@ class Experts(SaveFeature):
     failed, write all.
 
     Arguments:
-        each_save: how many experts a save writes, by patterns of names with `{x}` as the expert's
-            number; of stacked experts, a pair of the dimension (or mesh axis) and this number. With
-            `{l}` as the layer's number, each layer takes its own turns (docs/experts.md).
-        choose: a function of the facts `key`, `experts`, `k`, `steps` and `lost` that returns the
-            numbers to write, the same on all processes; or "most_lost". By default in turns.
-        plt_budget: with token counts, the greatest proportion of tokens whose updates restarts may
-            lose; beyond it, twice as many experts are saved. None: never (docs/experts.md).
+        each_save: how many experts a save writes, by patterns of names with `{x}`.
+        choose: "most_lost", or a function of facts that returns the numbers; None: in turns.
+        plt_budget: the proportion of tokens that restarts may lose until more is saved; None: any.
 
     Raises:
         ValueError: they are not valid.

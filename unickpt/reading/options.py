@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 class LoadOptions(CommonOptions):
     """How to load.
 
+    Without `budget_bytes`, a process takes 1 GiB, or its share of a quarter of the node's memory if
+    that is less.
+
     Arguments:
-        verify: whether to check each chunk against its digest, and files of other formats against
-            their own checksums where they are read whole.
-        budget_bytes: bytes of host memory for all loads of a node together, beyond the destination;
-            by default 1 GiB for each process, or a quarter of the node's memory if that is less.
-        exchange: whether processes read together: None lets those of a node share chunks, True all
-            of the job, False none (docs/howto/load.md).
+        verify: whether to check each chunk, or another format's file, against its checksum.
+        budget_bytes: bytes of host memory for all loads of a node together, beyond the destination.
+        exchange: read together: None in each node, True in the job, False never (howto/load.md).
         timeout_s: with `exchange=True`, seconds to wait for the other processes in each exchange.
         group: the processes that load together, as in `SaveOptions`.
         progress: as in `SaveOptions`, with the bytes loaded; it starts over if the load does.

@@ -55,26 +55,17 @@ class Checkpointer:
 
     Arguments:
         root: a local path or a URL (file, memory, s3, gs).
-        keep_last: keep this many of the newest steps.
-        keep: which other steps to keep, see `Retention`. A step is kept if any rule keeps it;
-            without rules, all are. The newest and the just saved step are never removed.
-        after: continue after this step and abandon later steps of earlier jobs; the first `save`
-            removes them (docs/howto/steps.md).
-        save_every: `should_save` returns true at steps that are multiples of this; or a
-            `SaveEvery`, which also goes by time, and handles preemption.
-        local: a path on fast storage that all processes share: steps are committed there first, and
-            copied to `root` in the background (docs/howto/steps.md).
-        roles: the roots of all parts of a job that save separately, `root` included; a step counts
-            only once all have it (docs/howto/processes.md).
-        reuse: reuse the chunks of the previous step that did not change: True or "digest",
-            "compare" or "patch" (docs/reuse.md).
+        keep_last: keep this many of the newest steps; without any rule, all are kept.
+        keep: which other steps to keep, see `Retention`; a step is kept if any rule keeps it.
+        after: continue after this step, abandoning later steps of earlier jobs (howto/steps.md).
+        save_every: `should_save` returns true at multiples of this; or `SaveEvery`, by time, too.
+        local: a path on fast storage that all processes share, to commit to first.
+        roles: the roots of all parts of a job that save separately (howto/processes.md).
+        reuse: do not write equal chunks again: True or "digest", "compare", "patch" (reuse.md).
         experts: save only some experts of a mixture of experts at a time, see `Experts`.
-        optimizers: torch optimizers whose parameters and state may be copied during forward and
-            backward: their next `step` waits for the copy; nothing else may change them before
-            (docs/howto/save.md).
+        optimizers: torch optimizers; only their `step` changes what they own (docs/howto/save.md).
         options: for all saves, see `SaveOptions`.
-        policies: fields of `Retention`, `SaveEvery` (`seconds` as `save_every_s`) or `Experts` in
-            place of these: `keep_every=100` is short for `keep=Retention(keep_every=100)`.
+        policies: fields of `Retention`, `SaveEvery` (`save_every_s`) or `Experts`, given directly.
 
     Raises:
         ValueError: the arguments are invalid.

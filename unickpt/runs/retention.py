@@ -17,16 +17,16 @@ Metrics = Mapping[str, float]
 class Retention:
     """Which steps are kept: the newest one and those that any rule keeps; all steps without rules.
 
+    A step without `metric`, or where it is NaN, is not among the best.
+
     Arguments:
         keep_last: how many of the newest steps.
         keep_every: steps that are multiples of this.
-        keep_best: how many of the best steps by `metric`, not counting those without it or with
-            NaN. The first save of a run must have the metric, which may be NaN.
+        keep_best: how many of the best steps by `metric`, which the first save of a run must have.
         metric: the name of a metric given to `Checkpointer.save`.
         best: whether the smallest or the largest value is the best.
         keep: called with a step; returns whether to keep it.
-        keep_among: called with all steps, ascending, on process 0 in the background; returns those
-            to keep.
+        keep_among: called with all steps, ascending, on process 0; returns those to keep.
 
     Raises:
         ValueError: a rule is invalid.

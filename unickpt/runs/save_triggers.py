@@ -28,8 +28,7 @@ class SaveEvery:
     Arguments:
         steps: at steps that are multiples of this.
         seconds: when this many seconds have passed since the last save, by the coordinator's clock.
-        preemption: handle SIGTERM: `should_save`, called at every step, returns true once more and
-            `preempted` becomes true, on all processes.
+        preemption: once after SIGTERM on any process, and set `preempted`; call it at every step.
 
     Raises:
         ValueError: a value is not positive.
