@@ -41,6 +41,9 @@ DOORS = {
         "s3": "unickpt.backends.s3:SCHEME",
         "gs": "unickpt.backends.gs:SCHEME",
     },
+    "tiers": {
+        "nodes": "unickpt.plugins.nodes:join",
+    },
     "presets": {
         "unickpt": "unickpt.rules.presets",
     },

@@ -33,6 +33,7 @@ Group = Literal[
     "references",
     "refusals",
     "schemes",
+    "tiers",
     "values",
     "writers",
 ]
@@ -50,6 +51,7 @@ _ASKED: Mapping[Group, tuple[str, ...]] = {
     "references": ("__call__",),
     "refusals": ("refusal",),
     "schemes": ("name", "spec"),
+    "tiers": ("__call__",),
     "values": ("apply",),
     "writers": ("__call__",),
 }

@@ -8,7 +8,6 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 
-import tensorstore as ts
 import xxhash
 
 from unickpt._version import LIBRARY
@@ -231,7 +230,7 @@ def _read_descriptions(
     reads: dict[int, tuple[int, Callable[[], bytes]]] = {}
     for process, record in records:
         if record.description not in known_digests and record.description not in reads:
-            read = _reading(record, attempt.folder_of(process), attempt.context)
+            read = _reading(record, attempt, process)
             reads[record.description] = process, read
     described = {}
     for digest, (process, result) in reads.items():
@@ -242,14 +241,17 @@ def _read_descriptions(
     return described
 
 
-def _reading(record: Record, folder: Location, context: ts.Context) -> Callable[[], bytes]:
-    """Starts to read a description; returns what waits for it."""
-    assert record.described is not None, "only the coordinator does not write its own"
+def _reading(record: Record, attempt: Attempt, process: int) -> Callable[[], bytes]:
+    """Starts to read the description of a process; returns what waits for it."""
+    if record.described is None:
+        future = attempt.notes.description(record.description)
+        return lambda: bytes(future.result().value)
     number, offset, length = record.described
     within = slice(offset, offset + length)
     if number < 0:
         return partial(bytes, record.inline[within])
-    future = folder.store(context).read(record.files[number], byte_range=within)
+    files = attempt.folder_of(process).store(attempt.context)
+    future = files.read(record.files[number], byte_range=within)
     return lambda: bytes(future.result().value)
 
 

@@ -8,16 +8,18 @@ from contextlib import suppress
 from dataclasses import fields
 from typing import Any, Literal, TypedDict
 
+from unickpt import doors
 from unickpt.features import SaveFeature
 from unickpt.frameworks.leaves import adapters
 from unickpt.frameworks.protocol import Fence
 from unickpt.loading.loader import LoadArguments
-from unickpt.options import joined, take_write_policy
+from unickpt.options import SaveOptions, joined, take_write_policy
 from unickpt.runs.retention import Retention
 from unickpt.runs.roles import Roles
 from unickpt.runs.save_triggers import SaveEvery
 from unickpt.runs.step_folder import StepFolder
 from unickpt.runs.steps import Steps
+from unickpt.runs.tier_copies import Copying, Tier
 from unickpt.storage import paths
 
 
@@ -35,6 +37,10 @@ class PolicyFields(TypedDict, total=False):
     partial: Mapping[str, int | tuple[int | str, int]] | None
     choose: Callable[..., Sequence[int]] | Literal["most_lost"] | None
     plt_budget: float | None
+    upload_every: int
+    upload_bytes_per_s: float | None
+    replicas: int
+    unit: str | Callable[[], str] | None
 
 
 class StepArguments(LoadArguments, total=False):
@@ -79,6 +85,27 @@ def _take_save_every(arguments: dict[str, Any]) -> SaveEvery:
     return joined(when if isinstance(when, SaveEvery) else SaveEvery(when), triggers)
 
 
+def take_tier(
+    root: StepFolder,
+    local: paths.PathLike | None,
+    node_local: paths.PathLike | None,
+    arguments: dict[str, Any],
+    options: SaveOptions,
+) -> Tier | None:
+    """The tier in front of the root, if any; its keywords are removed from the arguments.
+
+    Raises:
+        ValueError: there would be two; or an argument is invalid, or does not fit it.
+        PluginError: a tier needs a plug-in that cannot be imported.
+    """
+    if node_local is None:
+        return None if local is None else Tier(StepFolder(local), Copying)
+    if local is not None:
+        raise ValueError("give local or node_local, not both")
+    tier: Tier = doors.need("tiers", "nodes")(root, node_local, arguments, options)
+    return tier
+
+
 def roles_of(
     root: StepFolder, roles: Sequence[paths.PathLike], refused: Mapping[str, object]
 ) -> Roles | None:
@@ -117,6 +144,7 @@ _BY_HAND = "decide on all ranks of the job together, and then call save in each 
 _INSTEAD = {
     "after": "call drop_later_steps in each role",
     "local": "save to the root",
+    "node_local": "save to the root",
     "save_every_s": _BY_HAND,
     "preemption": _BY_HAND,
 }

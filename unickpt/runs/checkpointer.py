@@ -24,6 +24,7 @@ from unickpt.runs.arguments import (
     roles_of,
     run_text,
     take_policies,
+    take_tier,
 )
 from unickpt.runs.cleaning import Cleaning
 from unickpt.runs.removal import Removal
@@ -60,12 +61,14 @@ class Checkpointer:
         after: continue after this step, abandoning later steps of earlier jobs (howto/steps.md).
         save_every: `should_save` returns true at multiples of this; or `SaveEvery`, by time, too.
         local: a path on fast storage that all processes share, to commit to first.
+        node_local: a path of each node's own, such as in its memory, to save to first.
         roles: the roots of all parts of a job that save separately (howto/processes.md).
         reuse: do not write equal chunks again: True or "digest", "compare", "patch" (reuse.md).
         experts: save only some experts of a mixture of experts at a time, see `Experts`.
         optimizers: torch optimizers; only their `step` changes what they own (docs/howto/save.md).
         options: for all saves, see `SaveOptions`.
-        policies: fields of `Retention`, `SaveEvery` (`save_every_s`) or `Experts`, given directly.
+        policies: fields of `Retention`, `SaveEvery` (`save_every_s`) or `Experts`, given directly;
+            and those of `node_local` (docs/howto/nodes.md).
 
     Raises:
         ValueError: the arguments are invalid.
@@ -96,6 +99,7 @@ class Checkpointer:
         after: int | None = None,
         save_every: int | SaveEvery | None = None,
         local: paths.PathLike | None = None,
+        node_local: paths.PathLike | None = None,
         roles: Sequence[paths.PathLike] = (),
         reuse: bool | Literal["digest", "compare", "patch"] = False,
         experts: SaveFeature | None = None,
@@ -105,9 +109,10 @@ class Checkpointer:
     ) -> None:
         arguments: dict[str, Any] = {"keep_last": keep_last, "keep": keep, "experts": experts}
         arguments |= {"save_every": save_every, **policies}
+        self._options, folder = SaveOptions.or_default(options), StepFolder(root)
+        tier = take_tier(folder, local, node_local, arguments, self._options)
         retention, when, chosen = take_policies(arguments)
         self._triggers, self._saved_at = SaveTriggers(when), time.monotonic()
-        self._options = SaveOptions.or_default(options)
         self._reuses = reuse is not False
         if self._reuses:
             _ = self._options.references  # a missing plug-in is reported here
@@ -116,11 +121,11 @@ class Checkpointer:
             self._options = replace(self._options, reuse=reuse)
         if chosen is not None:
             self._options = self._options.with_feature(chosen)
-        refused = {"after": after, "local": local, "save_every_s": when.seconds}
-        folder, refused["preemption"] = StepFolder(root), when.preemption or None
+        refused: dict[str, Any] = {"after": after, "local": local, "node_local": node_local}
+        refused |= {"save_every_s": when.seconds, "preemption": when.preemption or None}
         other_roles = roles_of(folder, roles, refused)
         after = after if after is None else step_number(after, "after=")
-        local_folder = None if local is None else StepFolder(local)
+        local_folder = None if tier is None else tier.folder
         self._steps = Steps(folder, retention, local_folder, other_roles, after)
         self._queue = SaveQueue()
         self._features = RunFeatures(self._options, self._steps.first, self._queue.wait_ended)
@@ -131,8 +136,9 @@ class Checkpointer:
             weakref.finalize(self, self._sigterm.remove).atexit = False
         self._cleaning = Cleaning(self._steps, retires=self._features.need_steps_before)
         self._copying: Copying | None = None
-        if local is not None:
-            self._copying = Copying(self._steps, self._cleaning, self._queue.errors, self._options)
+        if tier is not None:
+            parts = self._steps, self._cleaning, self._queue.errors
+            self._copying = tier.copying(*parts, self._options)
         run = self._steps, self._cleaning, self._features, self._queue
         self._removal = Removal(*run, fsync=self._options.fsync)
         self._closed = False
@@ -288,6 +294,8 @@ class Checkpointer:
             if self._closed:  # `SaveOptions.metrics` may have closed it
                 return
             self._closed = True
+        if self._copying is not None:
+            self._copying.close()
         self.release()
         for fence in self._fences:
             fence.remove()

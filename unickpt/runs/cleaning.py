@@ -176,6 +176,7 @@ class Cleaning:
         local = self._steps.local
         if local is None:
             return
+        local.remove_lost()
         for step in reversed(local.committed()):
             try:
                 versions = self._steps.versions(step)

@@ -262,6 +262,9 @@ class StepFolder:
         with errors.writing(self.path(step)):
             return attempt_folders.remove_retired(self.location_of(step), digest, paths.context())
 
+    def remove_lost(self) -> None:
+        """Removes committed steps that nobody can read any more; only with the lease."""
+
     def check_no_checkpoint(self) -> None:
         """Refuses to save steps into a folder that is a checkpoint itself.
 

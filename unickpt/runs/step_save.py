@@ -97,9 +97,9 @@ class StepSave:
 
     def _prepare(self, attempt: str) -> None:
         """Runs before anything of a step is written."""
+        self._attempt = attempt
         if not self._is_coordinator:
             return
-        self._attempt = attempt
         steps, first = self._steps, self._steps.first
         first.check_no_checkpoint()
         # Until now, another job may have saved here.
@@ -143,7 +143,7 @@ class StepSave:
         self._steps.committed_now(self._step, self._metrics)
         if self._is_coordinator and self._copying is None:
             self._cleaning.start()
-        elif self._is_coordinator and self._copying is not None:
+        elif self._copying is not None and (self._is_coordinator or self._copying.by_all):
             self._steps.own_attempts.add(self._attempt)
             self._copying.start()
         if self._listeners:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
+from typing import ClassVar
 
 from unickpt.commit import borrowers
 from unickpt.commit.root import Root
@@ -19,6 +22,7 @@ from unickpt.errors import (
     UnsupportedFormat,
 )
 from unickpt.format import borrowed, held_files, ocdbt_reader
+from unickpt.format.index import BaseEntry
 from unickpt.format.ocdbt_reader import OcdbtReader
 from unickpt.format.refusals import refuse_unknown
 from unickpt.options import SaveOptions
@@ -33,6 +37,9 @@ from unickpt.threads import SerialExecutor
 from unickpt.tools.copying import VersionCopy
 
 _log = logging.getLogger("unickpt")
+Send = Callable[
+    [int, VersionCopy, held_files.HeldFiles | None], tuple[bytes, tuple[BaseEntry, ...]]
+]
 _COPIES = 2  # checkpoints that may wait to be copied from the local tier; the next save waits
 
 
@@ -45,6 +52,9 @@ class Copying:
         errors: gets the errors of steps that could not be copied.
         options: of the saves.
     """
+
+    by_all: ClassVar[bool] = False
+    """Whether each process copies its own part; else process 0 copies all."""
 
     def __init__(
         self,
@@ -69,6 +79,9 @@ class Copying:
     def wait(self) -> None:
         """Waits until all steps are copied; raises nothing."""
         self._work.wait()
+
+    def close(self) -> None:
+        """Ends the use of the local tier; nothing waits to be copied."""
 
     def follow(self, step: int, attempt: str, *, overwrite: bool) -> lineage_notes.Lineage:
         """The lineage of a save in the local tier; waits until another checkpoint may wait to be
@@ -142,6 +155,7 @@ class Copying:
         root_steps, local_steps = root.committed(), local.committed()
         expendable = steps.expendable([*root_steps, *local_steps])
         due = [step for step in local_steps if step not in expendable or step == local_steps[-1]]
+        due = self.chosen(due)
         with steps.in_use.copying(due):
             remaining = set(local.committed())  # of those that were being removed
             for step in (step for step in due if step in remaining):
@@ -151,6 +165,10 @@ class Copying:
                     steps.failed[step] = error
                     self._errors.add(f"copying a step to {root.path(step)}", error)
         self._cleaning.start()
+
+    def chosen(self, steps: Sequence[int]) -> list[int]:
+        """Those of the steps to copy that are copied now."""
+        return list(steps)
 
     def _copy_step(self, step: int) -> None:
         """Copies a step if needed, and again if it is replaced during the copy."""
@@ -169,12 +187,18 @@ class Copying:
                 base = None if versions.root is not None else root.before(step)
                 with self._steps.in_use.copying([] if base is None else [base]):
                     arguments = local, step, version, versions.root, base, self.options
-                    is_copied = copy_version(root, *arguments)
+                    is_copied = copy_version(root, *arguments, self.send)
                 if is_copied:
                     self._is_copied(step, version)
             except CheckpointCorrupt:
                 self._refused.add(version.name)  # else each later save would retry it
                 raise
+
+    def send(
+        self, step: int, sent: VersionCopy, base_files: held_files.HeldFiles | None
+    ) -> tuple[bytes, tuple[BaseEntry, ...]]:
+        """Sends the files of a version; its arguments and result are those of `VersionCopy.run`."""
+        return sent.run(base_files, check_held=self.options.reuse == "compare")
 
     def _is_copied(self, step: int, version: Version) -> None:
         """Records that a version is complete in the root."""
@@ -212,6 +236,19 @@ class Copying:
         return False
 
 
+@dataclass(frozen=True)
+class Tier:
+    """A tier in front of the root, of a run that does not begin yet.
+
+    Arguments:
+        folder: its steps.
+        copying: copies them to the root.
+    """
+
+    folder: StepFolder
+    copying: Callable[[Steps, Cleaning, BackgroundErrors, SaveOptions], Copying]
+
+
 def copy_version(
     root: StepFolder,
     source: StepFolder,
@@ -220,6 +257,7 @@ def copy_version(
     replaced: Version | None,
     base: int | None,
     options: SaveOptions,
+    send: Send,
 ) -> bool:
     """Copies one version of a step, completely or not at all.
 
@@ -234,7 +272,8 @@ def copy_version(
         replaced: the existing version that it may replace, if any.
         base: an earlier step here that is not removed during the copy: files that the step shares
             with it are not sent.
-        options: of the saves; their budget, timeout and way to compare apply.
+        options: of the saves; their budget and timeout apply.
+        send: as `Copying.send`.
 
     Returns:
         Whether it was copied; false if the source no longer has this version.
@@ -266,7 +305,7 @@ def copy_version(
         if reader is not None and base is not None and not reader.index.bases:
             base_files = _base_files(root, reader, base)
         sent = VersionCopy(origin, version, reader, destination, options.working_bytes)
-        manifest, bases = sent.run(base_files, check_held=options.reuse == "compare")
+        manifest, bases = send(step, sent, base_files)
         borrowers.mark(destination, bases, paths.context())
         is_current = source.version(step) == version
         root.lease.check()

@@ -117,6 +117,8 @@ class ChunkWriter:
         description, process = self._description, self._attempt.group.index
         blobs, sources = description.blobs, description.sources
         descriptions = [description.encoded] if process > 0 else []  # the coordinator has its own
+        if descriptions and not self._attempt.location.shares_data:
+            self._attempt.notes.publish_description(description.digest, descriptions.pop())
         values = [*(blob.data for blob in blobs.values()), *descriptions]
         done = self._take_or_write(items, values)
         places = dict(zip(blobs, done.others, strict=False))
@@ -130,7 +132,7 @@ class ChunkWriter:
             blobs={
                 name: (len(b.data), b.digest, b.head, places[name]) for name, b in blobs.items()
             },
-            described=done.others[-1] if process > 0 else None,
+            described=done.others[-1] if descriptions else None,
             statistics={"bytes": self.nbytes, "seconds": time.perf_counter() - started},
             extra=self._extra,
         )

@@ -40,6 +40,10 @@ class Location:
 
     is_local: ClassVar[bool] = False
     """Whether this is in a local file system, which has real folders, links and locks."""
+    shares_data: ClassVar[bool] = True
+    """Whether each process of a save can read the data files of the others."""
+    is_seen: ClassVar[bool] = True
+    """Whether this process can read the files here."""
 
     @cached_property
     def path(self) -> str:
@@ -202,7 +206,9 @@ def files_by_folder(
 
 
 def missing_files(location: Location, files: Iterable[str], context: ts.Context) -> list[str]:
-    """Those of the given files below a folder that do not exist."""
+    """Those of the given files below a folder that do not exist, as far as this process sees."""
+    if not location.shares_data:
+        return [file for file in files if _is_missing(location, file, context)]
     if not location.is_local:
         keys = set(keys_below(location, context))
         return [file for file in files if file not in keys]
@@ -215,6 +221,12 @@ def missing_files(location: Location, files: Iterable[str], context: ts.Context)
         if name not in names_by_folder[folder]:
             gone.append(file)
     return gone
+
+
+def _is_missing(location: Location, file: str, context: ts.Context) -> bool:
+    folder, _, name = file.rpartition("/")
+    holder = location.child(folder)
+    return holder.is_seen and not holder.has_file(name, context)
 
 
 @contextmanager

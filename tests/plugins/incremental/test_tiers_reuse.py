@@ -32,6 +32,10 @@ ROWS = 96
 """Each row of `state` is a chunk."""
 
 
+def sent_at_once(step: int, sent: Any, base_files: Any) -> Any:
+    return sent.run(base_files)
+
+
 def state() -> dict[str, Any]:
     return {"w": np.random.default_rng(1).random((ROWS, CHUNK // 8)), "step": 0}
 
@@ -317,8 +321,9 @@ def test_a_version_that_others_borrow_from_is_not_replaced(run: Run) -> None:
         unickpt.save(other.path(0), now, options=OPTIONS)
         found = other.version(0)
         assert found is not None
+        arguments = other, 0, found, whole, None, OPTIONS
         with pytest.raises(SaveConflict, match="has chunks of step_1; remove these"):
-            tier_copies.copy_version(steps._steps.root, other, 0, found, whole, None, OPTIONS)
+            tier_copies.copy_version(steps._steps.root, *arguments, sent_at_once)
     run.check(0, changed(now, 0, 0))
     run.check(1, changed(now, 1, 1))
 

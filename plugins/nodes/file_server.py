@@ -1,0 +1,107 @@
+"""Serves the files of this node's folder to the job's other processes, by HTTP with ranges."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import secrets
+import socket
+import stat
+import threading
+from collections.abc import Callable
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+_log = logging.getLogger("unickpt")
+_RANGE = re.compile(r"bytes=(\d+)-(\d*)")
+_STALLED_S = 60.0
+
+
+class FileServer:
+    """A server of files, on threads of this process.
+
+    Only who knows its URL, which has a random part, gets files; the URL is in the root's folder.
+
+    Arguments:
+        folder: the folder; its files are served, but no links.
+    """
+
+    def __init__(self, folder: str) -> None:
+        self._token = secrets.token_urlsafe(24)
+        handler = _handler(folder, f"/{self._token}/")
+        self._server = ThreadingHTTPServer(("", 0), handler)
+        self._server.daemon_threads = True
+        serve = self._server.serve_forever
+        self._thread = threading.Thread(target=serve, name="unickpt node", daemon=True)
+        self._thread.start()
+
+    @property
+    def url(self) -> str:
+        """The URL of the folder; ends with `/`."""
+        return f"http://{_address()}:{self._server.server_address[1]}/{self._token}/"
+
+    def close(self) -> None:
+        """Ends the server."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+
+def _address() -> str:
+    """The address of this machine, as others reach it: `UNICKPT_NODE_ADDRESS`, or that of its
+    name."""
+    if address := os.environ.get("UNICKPT_NODE_ADDRESS"):
+        return address
+    try:
+        return socket.gethostbyname(socket.gethostname())
+    except OSError:
+        return "127.0.0.1"
+
+
+def _handler(folder: str, prefix: str) -> Callable[..., BaseHTTPRequestHandler]:
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+        timeout = _STALLED_S
+
+        def do_GET(self) -> None:
+            name = self.path.removeprefix(prefix)
+            parts = name.split("/")
+            if name == self.path or not all(parts) or {".", ".."} & {*parts}:
+                self.send_error(HTTPStatus.NOT_FOUND)
+                return
+            try:
+                handle = os.open(folder + name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            except OSError:
+                self.send_error(HTTPStatus.NOT_FOUND)
+                return
+            with open(handle, "rb") as file:
+                self._send(file)
+
+        def _send(self, file: Any) -> None:
+            facts = os.fstat(file.fileno())
+            if not stat.S_ISREG(facts.st_mode):
+                self.send_error(HTTPStatus.NOT_FOUND)
+                return
+            start, end = 0, facts.st_size
+            if match := _RANGE.fullmatch(self.headers.get("Range", "")):
+                start = int(match[1])
+                end = min(end, int(match[2]) + 1) if match[2] else end
+                if start >= end:
+                    self.send_error(HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE)
+                    return
+                self.send_response(HTTPStatus.PARTIAL_CONTENT)
+                self.send_header("Content-Range", f"bytes {start}-{end - 1}/{facts.st_size}")
+            else:
+                self.send_response(HTTPStatus.OK)
+            self.send_header("Content-Length", str(end - start))
+            self.end_headers()
+            if end > start:
+                self.wfile.flush()
+                self.connection.sendfile(file, start, end - start)
+
+        def log_message(self, format: str, *arguments: Any) -> None:
+            _log.debug(format, *arguments)
+
+    return Handler

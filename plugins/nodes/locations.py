@@ -1,0 +1,87 @@
+"""Where the files of a step are: small ones in the root, data files in the folder of each node."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import tensorstore as ts
+
+from unickpt.extend import LocalLocation, Location, local_folders
+
+_PART = re.compile(r"step_\d+/processes/[^/]+/(\d{5,})/")
+
+
+class PartLocation(LocalLocation):
+    """The data files of a process, in the folder of its node."""
+
+    def sync(self, top: Location, made: int = 1) -> None:
+        """Makes the folders durable up to that of the step; `top` is elsewhere."""
+        local_folders.sync(self.path, self.path.partition("processes/")[0])
+
+
+class RemotePart(Location):
+    """The data files of a process of another node, which only processes there remove."""
+
+    is_seen = False
+
+    def remove(self, context: ts.Context) -> None:
+        pass
+
+
+@dataclass(frozen=True)
+class _Shared(Location):
+    """A folder below `top` that all nodes see, except the data files of processes.
+
+    Arguments:
+        top: the path of the folder of all steps.
+        node: the path of the same folder in that of this node; ends with `/`.
+        process: the number of this process.
+    """
+
+    top: str = ""
+    node: str = ""
+    process: int = 0
+
+    shares_data: ClassVar[bool] = False
+
+    def child(self, relative: str) -> Location:
+        tail = relative.strip("/") + "/"
+        url, path = self.url + tail, f"{self.spec['path']}{tail}"
+        below = path[len(self.top) :]
+        if match := _PART.match(below):
+            return self._part(below, match)
+        return type(self)(url, {**self.spec, "path": path}, self.top, self.node, self.process)
+
+    @property
+    def parent(self) -> Location | None:
+        return None  # not needed; it would be of this kind above `top`, too
+
+    def _part(self, below: str, match: re.Match[str]) -> Location:
+        """A folder of the data files of a process, by its path below the folder of all steps."""
+        path = self.node + below
+        if int(match[1]) == self.process or os.path.isdir(self.node + match[0]):
+            return PartLocation(f"file://{path}", {"driver": "file", "path": path})
+        return RemotePart(f"node://{below}", {"driver": "memory", "path": below})
+
+
+class SharedObjects(_Shared):
+    """Such a folder in object storage."""
+
+
+class SharedFolder(_Shared, LocalLocation):
+    """Such a folder in a file system."""
+
+
+def shared(control: Location, node: str, process: int) -> Location:
+    """The folder of all steps.
+
+    Arguments:
+        control: the folder for small files.
+        node, process: as for `_Shared`.
+    """
+    kind: Any = SharedFolder if control.is_local else SharedObjects
+    location: Location = kind(control.url, control.spec, control.path, node, process)
+    return location

@@ -1,0 +1,145 @@
+"""The nodes of a job: which processes run on them, where their files can be read, and which files
+they have from earlier jobs. Agreed over small objects in the root when all processes have begun."""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from unickpt.errors import SaveTimeout, StorageError
+from unickpt.extend import Location, first_few, storage_context, system_calls
+
+_ALL = "all"
+_NODE_FILE = ".node"
+_PAUSES_S = 0.01, 1.0
+_PART = re.compile(r"\d{5,}")
+Parts = Mapping[str, Mapping[str, Sequence[int]]]
+"""By step folder and attempt, the processes whose data files are there."""
+
+
+@dataclass(frozen=True)
+class Member:
+    """A process of the job.
+
+    Arguments:
+        node: identifies its node, by the folder of the node.
+        url: where the files of this folder can be read.
+        unit: what fails together with the node.
+        parts: what the folder has.
+    """
+
+    node: str
+    url: str
+    unit: str = ""
+    parts: Parts = field(default_factory=dict)
+
+
+def node_of(folder: str) -> str:
+    """The identity of a node's folder, which the first process there writes into it.
+
+    Raises:
+        Failed: it cannot be written or read.
+    """
+    path, own = folder + _NODE_FILE, f"{folder}{_NODE_FILE}-{secrets.token_hex(8)}"
+    with system_calls("write", path):
+        os.makedirs(folder, exist_ok=True)
+        with open(own, "w") as file:
+            file.write(secrets.token_hex(8))
+        with suppress(FileExistsError):
+            os.link(own, path)  # whole, or not at all
+        os.unlink(own)
+        with open(path) as file:
+            return file.read()
+
+
+def parts_in(folder: str) -> dict[str, dict[str, list[int]]]:
+    """What is in the folder of a node."""
+    parts: dict[str, dict[str, list[int]]] = {}
+    for step in _folders(folder):
+        for attempt in _folders(f"{folder}{step}/processes/"):
+            names = _folders(f"{folder}{step}/processes/{attempt}/")
+            numbers = sorted(int(name) for name in names if _PART.fullmatch(name))
+            if numbers:
+                parts.setdefault(step, {})[attempt] = numbers
+    return parts
+
+
+def _folders(path: str) -> Iterator[str]:
+    with suppress(FileNotFoundError, NotADirectoryError), os.scandir(path) as entries:
+        yield from sorted(entry.name for entry in entries if entry.is_dir(follow_symlinks=False))
+
+
+def gather(
+    location: Location, name: str, index: int, count: int, member: Member, timeout_s: float
+) -> list[Member]:
+    """What each process says of itself; called by all of them.
+
+    Arguments:
+        location: a folder that all processes see.
+        name: of this exchange, the same on all processes and never used before.
+        index, count: number of this process, and of all.
+        member: what this one says.
+        timeout_s: how long to wait for the others.
+
+    Raises:
+        SaveTimeout: names the processes that are missing.
+        StorageError: the storage failed, or has something else.
+    """
+    context = storage_context(fsync=False)
+    folder = location.child(f"members/{name}")
+    store = folder.store(context)
+    store.write(f"{index:05d}", msgspec.json.encode(member)).result()
+    deadline, pause = time.monotonic() + timeout_s, _PAUSES_S[0]
+    while True:
+        names = {key.decode() for key in store.list().result()}
+        if _ALL in names:
+            break
+        missing = [n for n in range(count) if f"{n:05d}" not in names]
+        if index == 0 and not missing:
+            reads = [store.read(f"{n:05d}") for n in range(count)]
+            members = [_decoded(read.result().value, Member) for read in reads]
+            store.write(_ALL, msgspec.json.encode(_without_repeats(members))).result()
+            _remove_older(location, name)
+            break
+        if time.monotonic() > deadline:
+            others = f"processes {first_few(missing)}" if missing else "process 0"
+            raise SaveTimeout(
+                f"{location}: {others} did not create the Checkpointer within {timeout_s:g} s. All "
+                "processes create it with the same arguments, and see this folder"
+            )
+        time.sleep(pause)
+        pause = min(pause * 1.5, _PAUSES_S[1])
+    all_members: list[Member] = _decoded(store.read(_ALL).result().value, list[Member])
+    return all_members
+
+
+def _without_repeats(members: Sequence[Member]) -> list[Member]:
+    """The members, of which only the first of each node says what is in the folder."""
+    seen, shortened = set[str](), []
+    for member in members:
+        parts = {} if member.node in seen else member.parts
+        seen.add(member.node)
+        shortened.append(Member(member.node, member.url, member.unit, parts))
+    return shortened
+
+
+def _remove_older(location: Location, name: str) -> None:
+    folder, context = location.child("members"), storage_context(fsync=False)
+    for other in folder.folders(context):
+        if other != name:
+            folder.child(other).remove(context)
+
+
+def _decoded(data: bytes, kind: Any) -> Any:
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except msgspec.MsgspecError as error:
+        raise StorageError(f"a process of the job said something else of itself: {error}") from None
