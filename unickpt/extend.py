@@ -246,8 +246,8 @@ if _CHECKING:
     from unickpt.runs.removal import barrier, on_process_0
     from unickpt.runs.retention import Retention
     from unickpt.runs.step_folder import StepFolder, bytes_on_disk
+    from unickpt.runs.tier_copies import IN_ROOT, Tier
     from unickpt.runs.tier_copies import Copying as TierCopying
-    from unickpt.runs.tier_copies import Tier
     from unickpt.storage import local_folders
     from unickpt.storage.export_leftovers import restore as restore_replaced
     from unickpt.tools.conversion import budgets as conversion_budgets
@@ -275,7 +275,7 @@ __all__ = [
     "Compared", "ComparedViews", "DType", "Damaged", "Data", "DataReference", "DescribedSave",
     "Door", "DraftReport", "Earlier", "Elements", "EncodedChunk", "EncodedValue", "Encoding",
     "EncodingPolicy", "Ending", "Expansion", "Extra", "Failed", "FileBox", "FileRange", "Files",
-    "Format", "Fragment", "FragmentGrid", "GridBand", "Hints", "HostBuffers", "Index",
+    "Format", "Fragment", "FragmentGrid", "GridBand", "Hints", "HostBuffers", "IN_ROOT", "Index",
     "JoinedParts", "Key", "LEAST_REUSED", "LINKED_FOLDER", "Layout", "Leaf", "LeafFact", "LeafKind",
     "Lease", "LeaseUse", "LeavesOut", "Listed", "LocalLocation", "Location", "MANIFEST",
     "MAX_DEPTH", "MOST_BASES", "MOST_COMPRESSED_BYTES", "MOST_FRAGMENTS_SHOWN", "MadeLeaf",
@@ -360,7 +360,7 @@ _LATER = {
     "runs.removal": "barrier, on_process_0",
     "runs.retention": "Retention",
     "runs.step_folder": "StepFolder, bytes_on_disk",
-    "runs.tier_copies": "Copying as TierCopying, Tier",
+    "runs.tier_copies": "IN_ROOT, Copying as TierCopying, Tier",
     "storage": "local_folders",
     "storage.export_leftovers": "restore as restore_replaced",
     "tools.conversion": (

@@ -14,6 +14,10 @@ from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+import msgspec
+
+from unickpt.plugins.nodes.membership import files_below
+
 _log = logging.getLogger("unickpt")
 _RANGE = re.compile(r"bytes=(\d+)-(\d*)")
 _STALLED_S = 60.0
@@ -67,9 +71,12 @@ def _handler(folder: str, prefix: str) -> Callable[..., BaseHTTPRequestHandler]:
 
         def do_GET(self) -> None:
             name = self.path.removeprefix(prefix)
-            parts = name.split("/")
+            parts = name.rstrip("/").split("/")
             if name == self.path or not all(parts) or {".", ".."} & {*parts}:
                 self.send_error(HTTPStatus.NOT_FOUND)
+                return
+            if name.endswith("/"):
+                self._send_names(folder + name)
                 return
             try:
                 handle = os.open(folder + name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -78,6 +85,13 @@ def _handler(folder: str, prefix: str) -> Callable[..., BaseHTTPRequestHandler]:
                 return
             with open(handle, "rb") as file:
                 self._send(file)
+
+        def _send_names(self, path: str) -> None:
+            names = msgspec.json.encode(files_below(path))
+            self.send_response(HTTPStatus.OK)
+            self.send_header("Content-Length", str(len(names)))
+            self.end_headers()
+            self.wfile.write(names)
 
         def _send(self, file: Any) -> None:
             facts = os.fstat(file.fileno())

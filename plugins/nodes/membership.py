@@ -72,6 +72,15 @@ def parts_in(folder: str) -> dict[str, dict[str, list[int]]]:
     return parts
 
 
+def files_below(top: str) -> list[str]:
+    """The files below a folder, by their paths there."""
+    return [
+        os.path.relpath(os.path.join(folder, name), top)
+        for folder, _, names in os.walk(top)
+        for name in sorted(names)
+    ]
+
+
 def _folders(path: str) -> Iterator[str]:
     with suppress(FileNotFoundError, NotADirectoryError), os.scandir(path) as entries:
         yield from sorted(entry.name for entry in entries if entry.is_dir(follow_symlinks=False))

@@ -10,11 +10,11 @@ import shutil
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from unickpt.errors import SaveTimeout
 from unickpt.extend import (
-    Location,
+    IN_ROOT,
     TierCopying,
     Version,
     copy_files,
@@ -24,143 +24,11 @@ from unickpt.extend import (
     version_at,
     writing,
 )
-from unickpt.plugins.nodes.membership import parts_in
-
-if TYPE_CHECKING:
-    from unickpt.plugins.nodes.tier import Nodes
+from unickpt.plugins.nodes.job import Nodes
+from unickpt.plugins.nodes.membership import files_below, parts_in
+from unickpt.plugins.nodes.replicas import Replicas
 
 _log = logging.getLogger("unickpt")
-_PAUSE_S, _PAUSE_REMOTE_S = 0.05, 1.0
-_YES, _NO = b"yes", b"no"
-
-
-class Uploads:
-    """Notes about uploads, and the upload of files.
-
-    Per step and attempt, the notes say how many processes saved it (`parts`), whether it is to be
-    uploaded (`due`), and whose files are in the root.
-
-    Arguments:
-        control: the folder for notes.
-        folder: of this node; ends with `/`.
-        root: the folder of the run.
-    """
-
-    def __init__(self, control: Location, folder: str, root: Location) -> None:
-        self._notes = control.child("uploads").store(storage_context(fsync=False))
-        self._folder, self._root = folder, root
-        self._counts: dict[str, int] = {}
-        self.pause_s = _PAUSE_REMOTE_S if control.is_remote else _PAUSE_S
-
-    def part_count(self, step: str, attempt: str) -> int | None:
-        """How many processes saved a step; None if that is not known."""
-        name = f"{step}.{attempt}.parts"
-        if name not in self._counts:
-            value = self._notes.read(name).result()
-            if value.state != "value" or not value.value.isdigit():
-                return None
-            self._counts[name] = int(value.value)
-        return self._counts[name]
-
-    def set_part_count(self, step: str, attempt: str, count: int) -> None:
-        """Records how many processes save a step."""
-        self._notes.write(f"{step}.{attempt}.parts", b"%d" % count).result()
-
-    def decide(self, step: str, attempt: str, *, due: bool) -> None:
-        """Records whether a step is to be uploaded."""
-        self._notes.write(f"{step}.{attempt}.due", _YES if due else _NO).result()
-
-    def is_due(self, step: str, attempt: str) -> bool | None:
-        """Whether a step is to be uploaded; None if that is not decided."""
-        read = self._notes.read(f"{step}.{attempt}.due").result()
-        return read.value == _YES if read.state == "value" else None
-
-    def missing(self, step: str, attempt: str) -> list[int]:
-        """The processes whose files of a step are not in the root yet."""
-        prefix, count = f"{step}.{attempt}.", self.part_count(step, attempt)
-        names = {key.decode(errors="replace") for key in self._notes.list().result()}
-        return [n for n in range(count or 0) if f"{prefix}{n:05d}" not in names]
-
-    def forget(self, step: str) -> None:
-        """Removes the notes about a step."""
-        for key in self._notes.list().result():
-            if key.decode(errors="replace").startswith(f"{step}."):
-                self._notes.write(key.decode(errors="replace"), None).result()
-
-    def upload(
-        self, step: str, attempt: str, first: int, bytes_per_s: float | None, *, fsync: bool
-    ) -> int:
-        """Uploads the files of a step that this node has and the root lacks; returns their bytes.
-
-        Processes of a node share the work: each takes the files of one process at a time.
-
-        Arguments:
-            step, attempt: of the step.
-            first: the process whose files come first.
-            bytes_per_s: the most that this process uploads in a second.
-            fsync: whether the files must survive a power failure.
-        """
-        numbers = parts_in(self._folder).get(step, {}).get(attempt, ())
-        sent = 0
-        for process in sorted(numbers, key=lambda number: (number != first, number)):
-            if process not in self.missing(step, attempt):
-                continue
-            part = f"{step}/processes/{attempt}/{process:05d}/"
-            with _claimed(self._folder + part) as is_ours:
-                if is_ours:
-                    sent += self._send(part, bytes_per_s, fsync)
-                    self._notes.write(f"{step}.{attempt}.{process:05d}", b"").result()
-        return sent
-
-    def _send(self, part: str, bytes_per_s: float | None, fsync: bool) -> int:
-        """Uploads the files of a process. What S3 stores has the SHA-256 that the request has, and
-        files are renamed when they are whole, so that what is there need not be read back."""
-        context, target = storage_context(fsync=fsync), self._root.child(part)
-        store, sent = target.store(context), 0
-        existing = {key.decode(errors="replace") for key in store.list().result()}
-        folders = {""}
-        for name in _files(self._folder + part):
-            folders.add(os.path.dirname(name))
-            if name in existing:
-                continue
-            began = time.monotonic()
-            path = self._folder + part + name
-            with system_calls("read", path), open(path, "rb") as file:
-                data = file.read()
-            store.write(name, data).result()
-            sent += len(data)
-            if bytes_per_s is not None:
-                time.sleep(max(0.0, len(data) / bytes_per_s - (time.monotonic() - began)))
-        if fsync:
-            for folder in sorted(folders):
-                target.child(folder).sync(self._root) if folder else target.sync(self._root)
-        return sent
-
-
-def _files(top: str) -> Iterator[str]:
-    """The files below a folder, by their paths there."""
-    for folder, _, names in os.walk(top):
-        for name in sorted(names):
-            yield os.path.relpath(os.path.join(folder, name), top)
-
-
-@contextmanager
-def _claimed(folder: str) -> Iterator[bool]:
-    """Whether no other process of the node is at work in a folder; keeps them off until the end."""
-    try:
-        handle = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:  # it was removed
-        yield False
-        return
-    try:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            yield False
-        else:
-            yield True
-    finally:
-        os.close(handle)
 
 
 class NodeCopying(TierCopying):
@@ -180,7 +48,27 @@ class NodeCopying(TierCopying):
         self._uploads, self._is_closing = nodes.uploads, False
         self._done, self._counted = set[str](), set[str]()
         rate = nodes.chosen.upload_bytes_per_s
-        self._rate = None if rate is None else rate / max(1, _on_node(nodes))
+        self._rate = None if rate is None else rate / _on_node(nodes)
+        copies = nodes, self._local, self._rate
+        self._replicas = Replicas(*copies) if nodes.chosen.replicas else None
+
+    def start(self) -> None:
+        if self._replicas is not None:
+            self._replicas.start()
+        super().start()
+
+    def wait(self) -> None:
+        if self._replicas is not None:
+            self._replicas.wait()
+        super().wait()
+
+    def survives(self, step: int) -> str:
+        name, version = f"step_{step}", self._local.version(step)
+        if version is None or super().survives(step) == IN_ROOT:
+            return super().survives(step)
+        if self._uploads.has_copies(name, version.attempt):
+            return "the loss of a node"
+        return "the end of all processes"
 
     def follow(self, step: int, attempt: str, *, overwrite: bool) -> Any:
         lineage = super().follow(step, attempt, overwrite=overwrite)
@@ -221,14 +109,46 @@ class NodeCopying(TierCopying):
         """Uploads the files of this node, waits for the other nodes, and copies the rest."""
         name, attempt = f"step_{step}", sent.version.attempt
         self._uploads.decide(name, attempt, due=True)
-        self._upload(name, attempt)
+        self._upload(name, sent.version)
         self._wait_for_parts(name, attempt)
         copy_files(sent.origin, sent.destination, attempt, sent.budget_bytes)
         return sent.version.manifest, ()
 
-    def _upload(self, step: str, attempt: str) -> None:
-        first, fsync = self._nodes.group.index, self.options.fsync
-        self._uploads.upload(step, attempt, first, self._rate, fsync=fsync)
+    def _upload(self, step: str, version: Version) -> None:
+        """Uploads the files that no earlier node of the job has; first those of this process."""
+        processes = [
+            process
+            for process, members in self._nodes.holders(step, version).items()
+            if members[0].node == self._nodes.node
+        ]
+        processes.sort(key=lambda process: (process != self._nodes.group.index, process))
+        for process in processes:
+            if process in self._uploads.missing(step, version.attempt):
+                part = f"{step}/processes/{version.attempt}/{process:05d}/"
+                with _claimed(self._nodes.folder + part) as is_ours:
+                    if is_ours:
+                        self._send_part(part)
+                        self._uploads.note_upload(step, version.attempt, process)
+
+    def _send_part(self, part: str) -> None:
+        """Uploads the files of a process. They are not read back: S3 checks the SHA-256 of each
+        request, and a local file gets its name when it is whole."""
+        fsync, source = self.options.fsync, self._nodes.folder + part
+        context, target = storage_context(fsync=fsync), self._root.location.child(part)
+        store, folders = target.store(context), {""}
+        existing = {key.decode(errors="replace") for key in store.list().result()}
+        for name in files_below(source):
+            folders.add(os.path.dirname(name))
+            if name in existing:
+                continue
+            began = time.monotonic()
+            with system_calls("read", source + name), open(source + name, "rb") as file:
+                data = file.read()
+            store.write(name, data).result()
+            if self._rate is not None:
+                time.sleep(max(0.0, len(data) / self._rate - (time.monotonic() - began)))
+        for folder in sorted(folders) if fsync else ():
+            (target.child(folder) if folder else target).sync(self._root.location)
 
     def _wait_for_parts(self, step: str, attempt: str) -> None:
         """Waits until all nodes have uploaded a step.
@@ -259,7 +179,7 @@ class NodeCopying(TierCopying):
                 continue
             if is_last or self._is_due_on_node(step, name, version):
                 try:
-                    self._upload(name, version.attempt)
+                    self._upload(name, version)
                 except Exception as error:
                     self._errors.add(f"uploading {name} to {self._root.location}", error)
                     continue
@@ -277,7 +197,7 @@ class NodeCopying(TierCopying):
     def _remove_stale(self) -> None:
         """Removes the data of steps that are gone, and of saves that were never committed."""
         if self._steps.own_attempts:  # before the first save, process 0 has removed them
-            self._nodes.steps.lost.clear()
+            self._nodes.lost.clear()
         committed = {}
         for name in parts_in(self._nodes.folder):
             version = version_at(self._nodes.location.child(name))
@@ -294,10 +214,31 @@ class NodeCopying(TierCopying):
 
     def _may_be_saving(self, attempt: str) -> bool:
         """Whether a save that is not committed may be in progress."""
-        is_of_job = attempt.rpartition("-")[0] == self._nodes.session
-        return is_of_job and attempt not in self._steps.own_attempts
+        if attempt in self._steps.attempts_in_progress:
+            return True
+        # Another process of this node may have begun a save that this one has not.
+        return self._nodes.is_of_job(attempt) and attempt not in self._steps.own_attempts
 
 
 def _on_node(nodes: Nodes) -> int:
     """How many processes share this node's folder."""
     return sum(member.node == nodes.node for member in nodes.members)
+
+
+@contextmanager
+def _claimed(folder: str) -> Iterator[bool]:
+    """Whether no other process of the node is at work in a folder; keeps them off until the end."""
+    try:
+        handle = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:  # it was removed
+        yield False
+        return
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            yield False
+        else:
+            yield True
+    finally:
+        os.close(handle)

@@ -35,7 +35,7 @@ from unickpt.runs.step_folder import StepFolder
 from unickpt.runs.step_loader import StepLoader
 from unickpt.runs.step_save import StepSave, check_changed, find_base, knowing
 from unickpt.runs.steps import Steps, step_number
-from unickpt.runs.tier_copies import Copying
+from unickpt.runs.tier_copies import IN_ROOT, Copying
 from unickpt.saving.background import PendingSave, SaveQueue, SaveRequest
 from unickpt.storage import paths
 
@@ -388,6 +388,22 @@ class Checkpointer:
     def latest(self) -> int | None:
         """The newest of `steps`; None if there is none."""
         return max(self.steps(), default=None)
+
+    def survives(self) -> dict[int, str]:
+        """What each of `steps` survives: with a tier in front of `root`, less until it is copied.
+
+        Raises:
+            StorageError: the storage failed.
+
+        Example:
+            >>> import numpy as np, unickpt
+            >>> with unickpt.Checkpointer("memory://run/survives") as ckpt:
+            ...     _ = ckpt.save(1, {"w": np.ones(3)}, wait=True)
+            ...     ckpt.survives()
+            {1: 'all but the loss of the root'}
+        """
+        copying, steps = self._copying, self.steps()
+        return {step: IN_ROOT if copying is None else copying.survives(step) for step in steps}
 
     def path(self, step: int) -> str:
         """The path of a step, saved or not; in the local tier only if `root` lacks this version.

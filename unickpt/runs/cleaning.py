@@ -137,7 +137,7 @@ class Cleaning:
         """
         local_steps = local.committed()
         expendable = set(self._steps.expendable([*root_steps, *local_steps]))
-        expendable -= {*local_steps[-1:]}
+        expendable -= {*local.needed(local_steps)}
         for step in reversed(local_steps):
             with self._steps.in_use.removing(step) as is_free:
                 if is_free:

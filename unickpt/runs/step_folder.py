@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 
 from unickpt.commit import borrowers, version
@@ -261,6 +261,10 @@ class StepFolder:
         """
         with errors.writing(self.path(step)):
             return attempt_folders.remove_retired(self.location_of(step), digest, paths.context())
+
+    def needed(self, steps: Sequence[int]) -> Sequence[int]:
+        """Those of the committed steps of a local tier that stay even if no rule keeps them."""
+        return steps[-1:]
 
     def remove_lost(self) -> None:
         """Removes committed steps that nobody can read any more; only with the lease."""

@@ -98,6 +98,7 @@ class StepSave:
     def _prepare(self, attempt: str) -> None:
         """Runs before anything of a step is written."""
         self._attempt = attempt
+        self._steps.attempts_in_progress.add(attempt)
         if not self._is_coordinator:
             return
         steps, first = self._steps, self._steps.first
@@ -146,11 +147,13 @@ class StepSave:
         elif self._copying is not None and (self._is_coordinator or self._copying.by_all):
             self._steps.own_attempts.add(self._attempt)
             self._copying.start()
+        self._steps.attempts_in_progress.discard(self._attempt)
         if self._listeners:
             save_ended(self._listeners, None)
 
     def _failed(self, error: BaseException) -> None:
         self._steps.failed[self._step] = error
+        self._steps.attempts_in_progress.discard(self._attempt)
         save_ended(self._listeners, error)
 
 

@@ -196,6 +196,8 @@ class Steps:
         self._saved: int | None = None  # the step that was saved last
         self.own_attempts: set[str] = set()
         """Attempts of this process that were committed in the local tier."""
+        self.attempts_in_progress: set[str] = set()
+        """Attempts of this process that have begun and not ended."""
         self.copied_versions: set[str] = set()
         """Versions of the local tier that are complete in the root."""
 

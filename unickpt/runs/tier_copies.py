@@ -37,6 +37,7 @@ from unickpt.threads import SerialExecutor
 from unickpt.tools.copying import VersionCopy
 
 _log = logging.getLogger("unickpt")
+IN_ROOT, IN_LOCAL = "all but the loss of the root", "all but the loss of the local tier"
 Send = Callable[
     [int, VersionCopy, held_files.HeldFiles | None], tuple[bytes, tuple[BaseEntry, ...]]
 ]
@@ -79,6 +80,11 @@ class Copying:
     def wait(self) -> None:
         """Waits until all steps are copied; raises nothing."""
         self._work.wait()
+
+    def survives(self, step: int) -> str:
+        """What a step survives; see `Checkpointer.survives`."""
+        versions = self._steps.versions(step)
+        return IN_LOCAL if versions.newer is Newer.LOCAL else IN_ROOT
 
     def close(self) -> None:
         """Ends the use of the local tier; nothing waits to be copied."""

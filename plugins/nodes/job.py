@@ -1,0 +1,146 @@
+"""The nodes of a job, and where the files of each step can be read."""
+
+from __future__ import annotations
+
+import weakref
+from functools import cached_property
+from typing import Any
+
+import xxhash
+
+from unickpt import SaveOptions
+from unickpt.errors import InvalidPath
+from unickpt.extend import (
+    Scheme,
+    StepFolder,
+    Version,
+    job_group,
+    new_session,
+    register_scheme,
+    version_at,
+)
+from unickpt.plugins.nodes import membership
+from unickpt.plugins.nodes.file_server import FileServer
+from unickpt.plugins.nodes.locations import shared
+from unickpt.plugins.nodes.membership import Member
+from unickpt.plugins.nodes.options import NodeOptions
+from unickpt.plugins.nodes.upload_notes import UploadNotes
+
+CONTROL = ".nodes"
+"""In the root: what all processes must see of steps that lie in the nodes' folders."""
+_jobs: dict[str, Nodes] = {}
+
+
+class Nodes:
+    """The nodes of a job.
+
+    Arguments:
+        root: the folder of the run.
+        path: the folder of this node; ends with `/`.
+        chosen: what users chose.
+        options: of the saves.
+    """
+
+    def __init__(
+        self, root: StepFolder, path: str, chosen: NodeOptions, options: SaveOptions
+    ) -> None:
+        self.root, self.chosen, self.options = root, chosen, options
+        self.group = group = job_group(options.group, options.timeout_s)
+        control = root.location.child(CONTROL)
+        # Runs may share the folder of a node.
+        self.folder = f"{path}{xxhash.xxh3_64_hexdigest(str(root.location).encode())}/"
+        name = membership.node_of(self.folder)
+        self.server = FileServer(self.folder)
+        self._finalizer = weakref.finalize(self, self.server.close)
+        self._finalizer.atexit = False
+        self.location = shared(control, self.folder, group.index)
+        self.attempt = group.next_attempt()
+        self.session = self.attempt.rpartition("-")[0]
+        unit, parts = chosen.unit_of(name), membership.parts_in(self.folder)
+        member = Member(name, self.server.url, unit, parts)
+        whole = control, self.attempt, group.index, group.count, member
+        self.members = membership.gather(*whole, options.timeout_s)
+        self.lost: dict[int, Version] = {}
+        """Committed steps that nobody can read."""
+        self.key = new_session()
+        _jobs[self.key] = self
+        self.uploads = UploadNotes(control)
+
+    def close(self) -> None:
+        """Ends the server of files."""
+        self._finalizer()
+        _jobs.pop(self.key, None)
+
+    @cached_property
+    def node(self) -> str:
+        """The identity of this node."""
+        return self.members[self.group.index].node
+
+    def holders(self, step: str, version: Version) -> dict[int, list[Member]]:
+        """Who has the data files of each process of a committed step; first who saved them.
+
+        Arguments:
+            step: the name of its folder.
+            version: the committed one.
+        """
+        holders: dict[int, list[Member]] = {}
+        if self.is_of_job(version.attempt):
+            holders = {process: [member] for process, member in enumerate(self.members)}
+        for member in self.members:
+            for process in member.parts.get(step, {}).get(version.attempt, ()):
+                holders.setdefault(process, []).append(member)
+        me = self.members[self.group.index]
+        for process in membership.parts_in(self.folder).get(step, {}).get(version.attempt, ()):
+            holders.setdefault(process, []).append(me)
+        return holders
+
+    def is_of_job(self, attempt: str) -> bool:
+        """Whether all processes of this job made an attempt together."""
+        return attempt.rpartition("-")[0] == self.session
+
+    def is_readable(self, step: str, version: Version) -> bool:
+        """Whether each data file of a step is on a node, or else in the root."""
+        count = self.uploads.part_count(step, version.attempt)
+        if count is not None and set(range(count)) <= self.holders(step, version).keys():
+            return True
+        in_root = version_at(self.root.location.child(step))
+        return in_root is not None and in_root.name == version.name
+
+    def spec(self, step: str) -> dict[str, Any]:
+        """The key-value store from which a step is read: small files from the root, data files from
+        this node, other nodes, or the root."""
+        control: Any = self.location.spec
+        layers: list[dict[str, Any]] = [{"base": control}]
+        version = version_at(self.location.child(step))
+        if version is not None and version.attempt:
+            count = self.uploads.part_count(step, version.attempt) or 0
+            holders = self.holders(step, version)
+            for process in range(count):
+                below = f"{step}/processes/{version.attempt}/{process:05d}/"
+                base = self._base(below, holders.get(process, ()))
+                layers.append({"base": base, "prefix": below, "strip_prefix": len(below)})
+        return {"driver": "kvstack", "path": f"{step}/", "layers": layers}
+
+    def _base(self, below: str, holders: Any) -> dict[str, Any]:
+        """Where the data files of a process are read."""
+        if any(member.node == self.node for member in holders):
+            return {"driver": "file", "path": self.folder + below}
+        if holders:
+            chosen = holders[self.group.index % len(holders)]
+            return {"driver": "http", "base_url": chosen.url, "path": below}
+        spec = self.root.location.spec
+        return {**spec, "path": spec["path"] + below}
+
+
+def _spec(url: str) -> dict[str, Any]:
+    key, _, step = url.partition("://")[2].strip("/").partition("/")
+    nodes: Nodes | None = _jobs.get(key)
+    if nodes is None or not step:
+        raise InvalidPath(f"{url!r}: the Checkpointer with node_local= that has it is closed")
+    return nodes.spec(step)
+
+
+# A node that does not answer is gone; TensorStore's own default tries for minutes.
+_RETRIES = {"max_retries": 4, "initial_delay": "100ms", "max_delay": "1s"}
+SCHEME = Scheme("nodes", _spec, {"http_request_retries": _RETRIES})
+register_scheme(SCHEME)

@@ -1,0 +1,56 @@
+"""The steps that lie on the nodes of a job."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from unickpt.extend import StepFolder, Version
+from unickpt.plugins.nodes.job import SCHEME, Nodes
+
+
+class NodeSteps(StepFolder):
+    """The steps that lie on the nodes of a job.
+
+    Arguments:
+        nodes: of the job.
+    """
+
+    def __init__(self, nodes: Nodes) -> None:
+        super().__init__(nodes.location)  # type: ignore[arg-type]
+        self._nodes, self._lost = nodes, nodes.lost
+        for step in super().committed():
+            version = super().version(step)
+            if version is not None and not nodes.is_readable(f"step_{step}", version):
+                self._lost[step] = version
+
+    def path(self, step: int) -> str:
+        return f"{SCHEME.name}://{self._nodes.key}/step_{step}"
+
+    def committed(self) -> list[int]:
+        return [step for step in super().committed() if step not in self._lost]
+
+    def version(self, step: int) -> Version | None:
+        version = super().version(step)
+        return None if version is not None and version == self._lost.get(step) else version
+
+    def needed(self, steps: Sequence[int]) -> Sequence[int]:
+        """With copies on other nodes, all from the newest step on that has them."""
+        if not self._nodes.chosen.replicas:
+            return super().needed(steps)
+        for place in range(len(steps) - 1, -1, -1):
+            version = self.version(steps[place])
+            name = f"step_{steps[place]}"
+            if version is not None and self._nodes.uploads.has_copies(name, version.attempt):
+                return steps[place:]
+        return steps
+
+    def remove(self, step: int) -> None:
+        super().remove(step)
+        self._nodes.uploads.forget(f"step_{step}")
+
+    def remove_lost(self) -> None:
+        if self._lost:
+            self.lease.take()
+        for step in list(self._lost):
+            super().remove(step)
+            del self._lost[step]
