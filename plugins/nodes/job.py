@@ -64,7 +64,7 @@ class Nodes:
         """Committed steps that nobody can read."""
         self.key = new_session()
         _jobs[self.key] = self
-        self.uploads = UploadNotes(control)
+        self.uploads = UploadNotes(control, self.attempt)
 
     def close(self) -> None:
         """Ends the server of files."""

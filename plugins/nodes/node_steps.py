@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Sequence
 
 from unickpt.extend import StepFolder, Version
@@ -47,6 +48,8 @@ class NodeSteps(StepFolder):
     def remove(self, step: int) -> None:
         super().remove(step)
         self._nodes.uploads.forget(f"step_{step}")
+        # The other processes do so when they next look.
+        shutil.rmtree(f"{self._nodes.folder}step_{step}", ignore_errors=True)
 
     def remove_lost(self) -> None:
         if self._lost:

@@ -17,10 +17,12 @@ class UploadNotes:
 
     Arguments:
         control: the folder for small files.
+        job: the name of the job, which decides anew what is uploaded.
     """
 
-    def __init__(self, control: Location) -> None:
+    def __init__(self, control: Location, job: str) -> None:
         self._notes = control.child("uploads").store(storage_context(fsync=False))
+        self._job = job
         self._counts: dict[str, int] = {}
         self.pause_s = _PAUSE_REMOTE_S if control.is_remote else _PAUSE_S
 
@@ -40,11 +42,11 @@ class UploadNotes:
 
     def decide(self, step: str, attempt: str, *, due: bool) -> None:
         """Records whether a step is to be uploaded."""
-        self._notes.write(f"{step}.{attempt}.due", _YES if due else _NO).result()
+        self._notes.write(f"{step}.{attempt}.due-{self._job}", _YES if due else _NO).result()
 
     def is_due(self, step: str, attempt: str) -> bool | None:
         """Whether a step is to be uploaded; None if that is not decided."""
-        read = self._notes.read(f"{step}.{attempt}.due").result()
+        read = self._notes.read(f"{step}.{attempt}.due-{self._job}").result()
         return read.value == _YES if read.state == "value" else None
 
     def missing(self, step: str, attempt: str) -> list[int]:

@@ -85,15 +85,20 @@ class NodeCopying(TierCopying):
             self._upload_all()
         self._remove_stale()
 
+    def in_flight(self) -> list[int]:
+        """Also the steps on the nodes: an upload that was interrupted is resumed."""
+        return [*super().in_flight(), *self._local.committed()]
+
     def chosen(self, steps: Sequence[int]) -> list[int]:
         """Every n-th of the steps that may be uploaded; when the run is closed, also the last."""
         chosen = []
-        for step in steps:
+        for step in self._local.committed():  # also those that no rule keeps
             version = self._local.version(step)
             if version is None or version.name in self._counted:
                 continue
             self._counted.add(version.name)
-            if len(self._counted) % self._nodes.chosen.upload_every == 0:
+            is_due = len(self._counted) % self._nodes.chosen.upload_every == 0
+            if is_due and step in steps:
                 chosen.append(step)
             else:
                 self._uploads.decide(f"step_{step}", version.attempt, due=False)

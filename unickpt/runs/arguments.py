@@ -98,11 +98,14 @@ def take_tier(
         ValueError: there would be two; or an argument is invalid, or does not fit it.
         PluginError: a tier needs a plug-in that cannot be imported.
     """
-    if node_local is None:
-        return None if local is None else Tier(StepFolder(local), Copying)
+    tier: Tier | None = None
     if local is not None:
-        raise ValueError("give local or node_local, not both")
-    tier: Tier = doors.need("tiers", "nodes")(root, node_local, arguments, options)
+        if node_local is not None:
+            raise ValueError("give local or node_local, not both")
+        tier = Tier(StepFolder(local), Copying)
+    elif node_local is not None:
+        tier = doors.need("tiers", "nodes")(root, node_local, arguments, options)
+    arguments.pop("reuse", None)
     return tier
 
 

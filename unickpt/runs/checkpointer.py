@@ -108,7 +108,7 @@ class Checkpointer:
         **policies: Unpack[PolicyFields],
     ) -> None:
         arguments: dict[str, Any] = {"keep_last": keep_last, "keep": keep, "experts": experts}
-        arguments |= {"save_every": save_every, **policies}
+        arguments |= {"save_every": save_every, "reuse": reuse, **policies}
         self._options, folder = SaveOptions.or_default(options), StepFolder(root)
         tier = take_tier(folder, local, node_local, arguments, self._options)
         retention, when, chosen = take_policies(arguments)

@@ -157,7 +157,7 @@ class Copying:
     def copy(self) -> None:
         """Copies the steps that the root lacks from the local tier, unless no rule keeps them."""
         steps, root, local = self._steps, self._root, self._local
-        root.open(steps.in_use.saved, self._session)
+        root.open(self.in_flight, self._session)
         root_steps, local_steps = root.committed(), local.committed()
         expendable = steps.expendable([*root_steps, *local_steps])
         due = [step for step in local_steps if step not in expendable or step == local_steps[-1]]
@@ -171,6 +171,10 @@ class Copying:
                     steps.failed[step] = error
                     self._errors.add(f"copying a step to {root.path(step)}", error)
         self._cleaning.start()
+
+    def in_flight(self) -> list[int]:
+        """The steps whose folders in the root may have files of saves or copies in progress."""
+        return self._steps.in_use.saved()
 
     def chosen(self, steps: Sequence[int]) -> list[int]:
         """Those of the steps to copy that are copied now."""

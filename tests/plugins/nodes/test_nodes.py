@@ -1,0 +1,282 @@
+"""Checkpoints on the nodes of a job: saved there, uploaded by each, resumed on any others."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import secrets
+import shutil
+import signal
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support import s3_server
+from support.processes import Processes
+from support.saving import files
+
+import unickpt
+from unickpt import Checkpointer, SaveOptions
+from unickpt.errors import InvalidPath, SaveTimeout
+
+OPTIONS = SaveOptions(fsync=False, timeout_s=20, chunk_bytes=4096)
+JOB = """
+import json, sys
+from support import node_job
+node_job.run(*json.loads(sys.argv[1]))
+"""
+
+
+def state(step: int) -> dict[str, Any]:
+    return {"w": np.arange(30_000) * (step + 1), "step": step}
+
+
+class Cluster:
+    """Nodes of which each has a folder.
+
+    Arguments:
+        processes: starts the job's.
+        folder: for all of them.
+        root: of the run.
+    """
+
+    def __init__(self, processes: Processes, folder: Path, root: str | None = None) -> None:
+        self.processes, self.folder = processes, folder
+        self.root = root or str(folder / "root")
+
+    def path(self, node: str) -> Path:
+        return self.folder / node
+
+    def start(self, nodes: Sequence[str], kind: str = "torch", **order: Any) -> list[Any]:
+        folders = [str(self.path(node)) for node in nodes]
+        text = json.dumps([kind, self.root, folders, order])
+        if kind == "jax":
+            return self.processes.jax(len(nodes), 1, JOB, text)
+        return self.processes.torch(len(nodes), JOB, text)
+
+    def run(self, nodes: Sequence[str], kind: str = "torch", **order: Any) -> list[str]:
+        started = self.start(nodes, kind, **order)
+        if order.get("then") != "kill":
+            return self.processes.finish(started)
+        for process in started:
+            out, err = process.communicate(timeout=120)
+            assert process.returncode == -signal.SIGKILL, f"{out}\n{err}"
+        return []
+
+    def lose(self, node: str) -> None:
+        shutil.rmtree(self.path(node))
+
+    def in_root(self) -> list[int]:
+        return Checkpointer(self.root).steps()
+
+
+@pytest.fixture
+def cluster(processes: Processes, tmp_path: Path) -> Cluster:
+    return Cluster(processes, tmp_path)
+
+
+# --- one process --------------------------------------------------------------------------------
+
+
+def test_a_step_is_on_the_node_and_then_in_the_root(tmp_path: Path) -> None:
+    root, node = tmp_path / "root", tmp_path / "node"
+    with Checkpointer(root, node_local=node, keep_last=2, options=OPTIONS) as run:
+        for step in range(4):
+            run.save(step, state(step))
+        run.wait()
+        assert run.steps() == [2, 3]
+        assert run.survives() == dict.fromkeys([2, 3], "all but the loss of the root")
+        assert run.load(state(0))["step"] == 3
+        assert [p.name for p in node.glob("*/step_*")] == ["step_3"]
+    for step in (2, 3):
+        loaded = unickpt.load(root / f"step_{step}")
+        assert (loaded["w"] == state(step)["w"]).all()
+    assert unickpt.verify(root / "step_3").ok
+
+
+def test_every_nth_step_is_uploaded_and_the_last_one(tmp_path: Path) -> None:
+    root, node = tmp_path / "root", tmp_path / "node"
+    with Checkpointer(root, node_local=node, upload_every=3, options=OPTIONS) as run:
+        for step in range(5):
+            run.save(step, state(step), wait=True)
+            run.wait()
+        assert Checkpointer(root).steps() == [2]
+        assert run.steps() == [2, 3, 4]  # no earlier ones once a later one is in the root
+        assert run.survives()[4] == "the end of all processes"
+        assert run.load(state(0), step=3)["w"][1] == 4
+    assert Checkpointer(root).steps() == [2, 4]
+
+
+def test_a_run_without_its_node_goes_on_from_the_root(tmp_path: Path) -> None:
+    root, node = tmp_path / "root", tmp_path / "node"
+    run = Checkpointer(root, node_local=node, upload_every=2, options=OPTIONS)
+    for step in range(3):
+        run.save(step, state(step), wait=True)
+    run.wait()
+    run._steps.close()  # as if the job were killed
+    shutil.rmtree(node)
+    with Checkpointer(root, node_local=node, options=OPTIONS) as again:
+        assert again.steps() == [1]
+        assert again.load(state(0))["step"] == 1
+        again.save(2, state(7), wait=True)
+        assert again.load(state(0))["step"] == 7
+    assert unickpt.load(root / "step_2")["step"] == 7
+    assert sorted(p.name for p in (root / ".nodes").glob("step_*")) == ["step_2"]
+
+
+def test_a_damaged_file_of_the_node_is_read_from_the_root(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    root, node = tmp_path / "root", tmp_path / "node"
+    with Checkpointer(root, node_local=node, options=OPTIONS) as run:
+        run.save(1, state(1), wait=True)
+        run.wait()
+        (file,) = (path for path in node.glob("*/step_1/processes/*/00000/d/*"))
+        data = bytearray(file.read_bytes())
+        data[1000] ^= 1
+        file.write_bytes(data)
+        assert (run.load(state(0))["w"] == state(1)["w"]).all()
+    assert "is damaged" in caplog.text
+
+
+def test_files_of_saves_that_failed_go(tmp_path: Path) -> None:
+    root, node = tmp_path / "root", tmp_path / "node"
+    with Checkpointer(root, node_local=node, options=OPTIONS) as run:
+        run.save(1, state(1), wait=True)
+        run.wait()
+        (folder,) = node.glob("*/step_1/processes")
+        shutil.copytree(next(folder.iterdir()), folder / "0123456789abcdef-000000")
+        shutil.copytree(folder, folder.parent.parent / "step_9/processes")
+        run.save(2, state(2), wait=True)
+        run.wait()
+        assert not files(folder.parent.parent / "step_9")
+        assert len(list(node.glob("*/step_*/processes/*"))) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "text"),
+    [
+        ({"local": "l"}, ValueError, "local or node_local, not both"),
+        ({"reuse": True}, ValueError, "reuse= refers to earlier steps"),
+        ({"experts": unickpt.SaveOptions}, ValueError, "experts= refers to earlier steps"),
+        ({"upload_every": 0}, ValueError, "upload_every=0 must be an integer, at least 1"),
+        ({"upload_bytes_per_s": -1}, ValueError, "must be a positive number"),
+        ({"replicas": 2}, ValueError, "replicas=2 must be 0 or 1"),
+        ({"replicas": 1}, ValueError, "needs nodes of at least two units"),
+        ({"node_local": "memory://n"}, InvalidPath, "must be a folder of each node"),
+    ],
+)
+def test_what_does_not_fit_is_refused(
+    arguments: dict[str, Any], error: type[Exception], text: str, tmp_path: Path
+) -> None:
+    options = {"node_local": tmp_path / "node", **arguments}
+    with pytest.raises(error, match=text):
+        Checkpointer(tmp_path / "root", **options)
+
+
+def test_options_of_nodes_need_nodes(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="unexpected keyword argument 'upload_every'"):
+        Checkpointer(tmp_path, upload_every=2)
+
+
+def test_a_process_that_is_missing_is_named(tmp_path: Path) -> None:
+    group = unickpt.ProcessGroup(0, 3, "job-1")
+    options = SaveOptions(group=group, timeout_s=0.2)
+    with pytest.raises(SaveTimeout, match=r"processes 1, 2 did not create the Checkpointer"):
+        Checkpointer(tmp_path / "root", node_local=tmp_path / "n", options=options)
+
+
+def test_a_path_of_a_closed_run_says_so(tmp_path: Path) -> None:
+    every = {"node_local": tmp_path / "n", "upload_every": 9, "options": OPTIONS}
+    with Checkpointer(tmp_path / "root", **every) as run:
+        run.save(1, state(1), wait=True)
+        path = run.path(1)
+        assert unickpt.load(path)["step"] == 1
+    with pytest.raises(InvalidPath, match="is closed"):
+        unickpt.load(path)
+
+
+# --- several nodes ------------------------------------------------------------------------------
+
+
+def test_a_killed_job_resumes_on_other_numbers_of_nodes(cluster: Cluster) -> None:
+    cluster.run(["a", "a", "b", "b"], save=3, then="kill", arguments={"upload_every": 99})
+    assert cluster.in_root() == []
+    cluster.run(["a", "b"], load=2, then="stop")
+    cluster.run(["a", "b", "c"], load=2, then="stop", kind="jax")
+    cluster.run(["a", "b", "c"], load=2, save=1)
+    assert cluster.in_root() == [0, 1, 2, 3]
+    cluster.lose("a")
+    cluster.lose("b")
+    cluster.run(["d", "e"], load=3, then="stop")
+
+
+def test_jobs_of_jax_resume_in_torch(cluster: Cluster) -> None:
+    cluster.run(["a", "b"], "jax", save=2, then="kill", arguments={"upload_every": 99})
+    cluster.run(["b", "a", "c"], load=1, then="stop")
+
+
+def test_a_lost_node_costs_no_step_that_has_a_copy(cluster: Cluster) -> None:
+    settings = {"upload_every": 99, "replicas": 1, "keep_last": 1}
+    cluster.run(["a", "b", "c"], save=2, then="kill", waits=1, arguments=settings)
+    cluster.lose("b")
+    cluster.run(["a", "c"], load=1, save=1, then="kill", waits=1, arguments=settings)
+    cluster.lose("a")
+    cluster.run(["c", "d"], load=2, then="stop", arguments=settings)
+
+
+def test_an_upload_that_was_interrupted_is_resumed(cluster: Cluster) -> None:
+    slow = {"upload_bytes_per_s": 20_000.0}
+    started = cluster.start(["a", "b"], save=1, arguments=slow)
+    while not list(cluster.path("root").glob("step_0/processes/*/0000?/d/*")):
+        time.sleep(0.01)
+    for process in started:
+        process.kill()
+        process.communicate()
+    first = {path: os.stat(path).st_ino for path in cluster.path("root").glob("step_0/**/d/*")}
+    assert cluster.in_root() == []
+    cluster.run(["a", "b"], load=0, save=1)
+    assert cluster.in_root() == [0, 1]
+    assert {path: os.stat(path).st_ino for path in first} == first
+
+
+def test_the_root_may_be_a_bucket(
+    processes: Processes, tmp_path: Path, moto: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    s3_server.use(moto, monkeypatch)
+    bucket = f"nodes-{secrets.token_hex(4)}"
+    s3_server.make_bucket(moto, bucket)
+    cluster = Cluster(processes, tmp_path, f"s3://{bucket}/run")
+    cluster.run(["a", "b"], save=2)
+    assert cluster.in_root() == [0, 1]
+    cluster.lose("b")
+    cluster.run(["a", "c"], load=1, then="stop")
+    s3_server.remove_bucket(moto, bucket)
+
+
+@pytest.mark.parametrize("kills", [3, pytest.param(60, marks=pytest.mark.slow)])
+def test_a_node_that_dies_at_any_moment_costs_at_most_one_step(
+    kills: int, cluster: Cluster
+) -> None:
+    """All processes are killed, because a job of collectives ends with any; one node is lost."""
+    random_moment, nodes, least = random.Random(kills), ["n0", "n1", "n2"], -1
+    settings = {"upload_every": 10_000, "replicas": 1, "keep_last": 2}
+    for kill in range(kills):
+        started = cluster.start(nodes, save=1000, arguments=settings)
+        time.sleep(random_moment.uniform(0.5, 3.0))
+        for process in started:
+            process.send_signal(signal.SIGKILL)
+        outputs = [process.communicate()[0] for process in started]
+        lines = [line.split() for out in outputs for line in out.splitlines()]
+        resumed = [int(words[1]) for words in lines if words[0] == "resumed"]
+        assert all(step >= least for step in resumed), (kill, resumed, least)
+        saved = [int(words[1]) for words in lines if words[0] == "saved"]
+        least = max([least, *(step - 1 for step in saved)])
+        lost = random_moment.choice(nodes)
+        if cluster.path(lost).exists():
+            cluster.lose(lost)
+        nodes = [node for node in nodes if node != lost] + [f"n{kill + 3}"]
