@@ -65,7 +65,7 @@ def _address() -> str:
 
 
 def _handler(folder: str, prefix: str) -> Callable[..., BaseHTTPRequestHandler]:
-    class Handler(BaseHTTPRequestHandler):
+    class FileRequest(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
         timeout = _STALLED_S
 
@@ -83,6 +83,10 @@ def _handler(folder: str, prefix: str) -> Callable[..., BaseHTTPRequestHandler]:
             except OSError:
                 self.send_error(HTTPStatus.NOT_FOUND)
                 return
+            if not stat.S_ISREG(os.fstat(handle).st_mode):
+                os.close(handle)
+                self.send_error(HTTPStatus.NOT_FOUND)
+                return
             with open(handle, "rb") as file:
                 self._send(file)
 
@@ -94,11 +98,8 @@ def _handler(folder: str, prefix: str) -> Callable[..., BaseHTTPRequestHandler]:
             self.wfile.write(names)
 
         def _send(self, file: Any) -> None:
-            facts = os.fstat(file.fileno())
-            if not stat.S_ISREG(facts.st_mode):
-                self.send_error(HTTPStatus.NOT_FOUND)
-                return
-            start, end = 0, facts.st_size
+            nbytes = os.fstat(file.fileno()).st_size
+            start, end = 0, nbytes
             if match := _RANGE.fullmatch(self.headers.get("Range", "")):
                 start = int(match[1])
                 end = min(end, int(match[2]) + 1) if match[2] else end
@@ -106,7 +107,7 @@ def _handler(folder: str, prefix: str) -> Callable[..., BaseHTTPRequestHandler]:
                     self.send_error(HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE)
                     return
                 self.send_response(HTTPStatus.PARTIAL_CONTENT)
-                self.send_header("Content-Range", f"bytes {start}-{end - 1}/{facts.st_size}")
+                self.send_header("Content-Range", f"bytes {start}-{end - 1}/{nbytes}")
             else:
                 self.send_response(HTTPStatus.OK)
             self.send_header("Content-Length", str(end - start))
@@ -118,4 +119,4 @@ def _handler(folder: str, prefix: str) -> Callable[..., BaseHTTPRequestHandler]:
         def log_message(self, format: str, *arguments: Any) -> None:
             _log.debug(format, *arguments)
 
-    return Handler
+    return FileRequest

@@ -22,7 +22,7 @@ from unickpt.extend import (
 from unickpt.plugins.nodes import membership
 from unickpt.plugins.nodes.file_server import FileServer
 from unickpt.plugins.nodes.locations import shared
-from unickpt.plugins.nodes.membership import Member
+from unickpt.plugins.nodes.membership import NodeProcess
 from unickpt.plugins.nodes.options import NodeOptions
 from unickpt.plugins.nodes.upload_notes import UploadNotes
 
@@ -53,16 +53,17 @@ class Nodes:
         self.server = FileServer(self.folder)
         self._finalizer = weakref.finalize(self, self.server.close)
         self._finalizer.atexit = False
-        self.location = shared(control, self.folder, group.index)
+        self.key = new_session()
+        url = f"{SCHEME.name}://{self.key}/"
+        self.location = shared(control, url, self.folder, group.index)
         self.attempt = group.next_attempt()
         self.session = self.attempt.rpartition("-")[0]
         unit, parts = chosen.unit_of(name), membership.parts_in(self.folder)
-        member = Member(name, self.server.url, unit, parts)
+        member = NodeProcess(name, self.server.url, unit, parts)
         whole = control, self.attempt, group.index, group.count, member
         self.members = membership.gather(*whole, options.timeout_s)
         self.lost: dict[int, Version] = {}
         """Committed steps that nobody can read."""
-        self.key = new_session()
         _jobs[self.key] = self
         self.uploads = UploadNotes(control, self.attempt)
 
@@ -76,14 +77,14 @@ class Nodes:
         """The identity of this node."""
         return self.members[self.group.index].node
 
-    def holders(self, step: str, version: Version) -> dict[int, list[Member]]:
+    def holders(self, step: str, version: Version) -> dict[int, list[NodeProcess]]:
         """Who has the data files of each process of a committed step; first who saved them.
 
         Arguments:
             step: the name of its folder.
             version: the committed one.
         """
-        holders: dict[int, list[Member]] = {}
+        holders: dict[int, list[NodeProcess]] = {}
         if self.is_of_job(version.attempt):
             holders = {process: [member] for process, member in enumerate(self.members)}
         for member in self.members:

@@ -32,7 +32,7 @@ class RemotePart(Location):
 
 
 @dataclass(frozen=True)
-class _Shared(Location):
+class _ControlLocation(Location):
     """A folder below `top` that all nodes see, except the data files of processes.
 
     Arguments:
@@ -67,21 +67,22 @@ class _Shared(Location):
         return RemotePart(f"node://{below}", {"driver": "memory", "path": below})
 
 
-class SharedObjects(_Shared):
+class SharedObjects(_ControlLocation):
     """Such a folder in object storage."""
 
 
-class SharedFolder(_Shared, LocalLocation):
+class SharedFolder(_ControlLocation, LocalLocation):
     """Such a folder in a file system."""
 
 
-def shared(control: Location, node: str, process: int) -> Location:
+def shared(control: Location, url: str, node: str, process: int) -> Location:
     """The folder of all steps.
 
     Arguments:
         control: the folder for small files.
-        node, process: as for `_Shared`.
+        url: from which its steps are loaded.
+        node, process: as for `_ControlLocation`.
     """
     kind: Any = SharedFolder if control.is_local else SharedObjects
-    location: Location = kind(control.url, control.spec, control.path, node, process)
+    location: Location = kind(url, control.spec, control.path, node, process)
     return location

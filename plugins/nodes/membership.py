@@ -26,7 +26,7 @@ Parts = Mapping[str, Mapping[str, Sequence[int]]]
 
 
 @dataclass(frozen=True)
-class Member:
+class NodeProcess:
     """A process of the job.
 
     Arguments:
@@ -48,14 +48,14 @@ def node_of(folder: str) -> str:
     Raises:
         Failed: it cannot be written or read.
     """
-    path, own = folder + _NODE_FILE, f"{folder}{_NODE_FILE}-{secrets.token_hex(8)}"
+    path, draft = folder + _NODE_FILE, f"{folder}{_NODE_FILE}-{secrets.token_hex(8)}"
     with system_calls("write", path):
         os.makedirs(folder, exist_ok=True)
-        with open(own, "w") as file:
+        with open(draft, "w") as file:
             file.write(secrets.token_hex(8))
         with suppress(FileExistsError):
-            os.link(own, path)  # whole, or not at all
-        os.unlink(own)
+            os.link(draft, path)  # whole, or not at all
+        os.unlink(draft)
         with open(path) as file:
             return file.read()
 
@@ -87,8 +87,8 @@ def _folders(path: str) -> Iterator[str]:
 
 
 def gather(
-    location: Location, name: str, index: int, count: int, member: Member, timeout_s: float
-) -> list[Member]:
+    location: Location, name: str, index: int, count: int, member: NodeProcess, timeout_s: float
+) -> list[NodeProcess]:
     """What each process says of itself; called by all of them.
 
     Arguments:
@@ -114,29 +114,29 @@ def gather(
         missing = [n for n in range(count) if f"{n:05d}" not in names]
         if index == 0 and not missing:
             reads = [store.read(f"{n:05d}") for n in range(count)]
-            members = [_decoded(read.result().value, Member) for read in reads]
+            members = [_decoded(read.result().value, NodeProcess) for read in reads]
             store.write(_ALL, msgspec.json.encode(_without_repeats(members))).result()
             _remove_older(location, name)
             break
         if time.monotonic() > deadline:
-            others = f"processes {first_few(missing)}" if missing else "process 0"
+            who = f"processes {first_few(missing)}" if missing else "process 0"
             raise SaveTimeout(
-                f"{location}: {others} did not create the Checkpointer within {timeout_s:g} s. All "
+                f"{location}: {who} did not create the Checkpointer within {timeout_s:g} s. All "
                 "processes create it with the same arguments, and see this folder"
             )
         time.sleep(pause)
         pause = min(pause * 1.5, _PAUSES_S[1])
-    all_members: list[Member] = _decoded(store.read(_ALL).result().value, list[Member])
+    all_members: list[NodeProcess] = _decoded(store.read(_ALL).result().value, list[NodeProcess])
     return all_members
 
 
-def _without_repeats(members: Sequence[Member]) -> list[Member]:
+def _without_repeats(members: Sequence[NodeProcess]) -> list[NodeProcess]:
     """The members, of which only the first of each node says what is in the folder."""
     seen, shortened = set[str](), []
     for member in members:
         parts = {} if member.node in seen else member.parts
         seen.add(member.node)
-        shortened.append(Member(member.node, member.url, member.unit, parts))
+        shortened.append(NodeProcess(member.node, member.url, member.unit, parts))
     return shortened
 
 

@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Sequence
 
 from unickpt.extend import StepFolder, Version
-from unickpt.plugins.nodes.job import SCHEME, Nodes
+from unickpt.plugins.nodes.job import Nodes
 
 
 class NodeSteps(StepFolder):
@@ -25,7 +25,7 @@ class NodeSteps(StepFolder):
                 self._lost[step] = version
 
     def path(self, step: int) -> str:
-        return f"{SCHEME.name}://{self._nodes.key}/step_{step}"
+        return self.location_of(step).url.rstrip("/")
 
     def committed(self) -> list[int]:
         return [step for step in super().committed() if step not in self._lost]

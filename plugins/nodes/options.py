@@ -39,7 +39,7 @@ class NodeOptions:
             raise ValueError(f"replicas={self.replicas!r} must be 0 or 1")
 
     @classmethod
-    def taken(cls, arguments: dict[str, Any]) -> NodeOptions:
+    def take(cls, arguments: dict[str, Any]) -> NodeOptions:
         """These options, removed from the arguments of a Checkpointer."""
         names = cls.__dataclass_fields__.keys() & arguments.keys()
         return cls(**{name: arguments.pop(name) for name in names})

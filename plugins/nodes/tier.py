@@ -31,7 +31,9 @@ def join(root: StepFolder, path: PathLike, arguments: dict[str, Any], options: S
     for name in ("reuse", "experts"):
         if arguments.get(name):
             raise ValueError(f"{name}= refers to earlier steps; with node_local, omit it")
-    chosen, local = NodeOptions.taken(arguments), resolve_path(path)
+    if options.base is not None or options.changed is not None:
+        raise ValueError("base= and changed= refer to earlier steps; with node_local, omit them")
+    chosen, local = NodeOptions.take(arguments), resolve_path(path)
     if not local.is_local:
         raise InvalidPath(
             f"node_local={str(local)!r} must be a folder of each node, such as /dev/shm/run"

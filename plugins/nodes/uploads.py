@@ -26,7 +26,7 @@ from unickpt.extend import (
 )
 from unickpt.plugins.nodes.job import Nodes
 from unickpt.plugins.nodes.membership import files_below, parts_in
-from unickpt.plugins.nodes.replicas import Replicas
+from unickpt.plugins.nodes.peer_copies import PeerCopies
 
 _log = logging.getLogger("unickpt")
 
@@ -37,29 +37,31 @@ class NodeCopying(TierCopying):
 
     Arguments:
         nodes: of the job.
-        others: as for `TierCopying`.
+        arguments: as for `TierCopying`.
     """
 
     by_all = True
 
-    def __init__(self, nodes: Nodes, *others: Any) -> None:
-        super().__init__(*others)
+    def __init__(self, nodes: Nodes, *arguments: Any) -> None:
+        super().__init__(*arguments)
         self._nodes, self._is_coordinator = nodes, nodes.group.index == 0
         self._uploads, self._is_closing = nodes.uploads, False
         self._done, self._counted = set[str](), set[str]()
         rate = nodes.chosen.upload_bytes_per_s
         self._rate = None if rate is None else rate / _on_node(nodes)
         copies = nodes, self._local, self._rate
-        self._replicas = Replicas(*copies) if nodes.chosen.replicas else None
+        self._copies = PeerCopies(*copies) if nodes.chosen.replicas else None
+        if self._copies is not None:
+            self._copies.start()
 
     def start(self) -> None:
-        if self._replicas is not None:
-            self._replicas.start()
+        if self._copies is not None:
+            self._copies.start()
         super().start()
 
     def wait(self) -> None:
-        if self._replicas is not None:
-            self._replicas.wait()
+        if self._copies is not None:
+            self._copies.wait()
         super().wait()
 
     def survives(self, step: int) -> str:

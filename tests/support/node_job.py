@@ -127,6 +127,9 @@ def run(kind: str, root: str, folders: list[str], order: dict[str, Any]) -> None
         side.check(checkpointer.load(side.state(None)), checkpointer.loaded_step)
         first = checkpointer.loaded_step + 1
     print("resumed", first - 1, flush=True)
+    if "marks" in order:
+        checkpointer.wait()
+        open(f"{order['marks']}-{side.rank}", "w").close()
     for step in range(first, first + order.get("save", 0)):
         checkpointer.save(step, side.state(step)).result()
         print("saved", step, flush=True)

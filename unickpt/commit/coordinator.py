@@ -15,6 +15,7 @@ from unickpt.commit.attempt import Attempt, AttemptState
 from unickpt.commit.merge import Merged, MergePolicies, merge_all
 from unickpt.commit.merge_chunks import Requests
 from unickpt.commit.messages import (
+    DESCRIPTION,
     MORE,
     OK,
     Announcement,
@@ -244,8 +245,7 @@ def _read_descriptions(
 def _reading(record: Record, attempt: Attempt, process: int) -> Callable[[], bytes]:
     """Starts to read the description of a process; returns what waits for it."""
     if record.described is None:
-        future = attempt.notes.description(record.description)
-        return lambda: bytes(future.result().value)
+        return partial(attempt.notes.get, DESCRIPTION.format(record.description))
     number, offset, length = record.described
     within = slice(offset, offset + length)
     if number < 0:

@@ -24,7 +24,7 @@ from unickpt.format.chunk_grid import FULL_LINK
 from unickpt.format.index import BaseEntry, Index, nbytes_of
 from unickpt.frameworks.process_group import Group
 from unickpt.storage.btree.builder import INLINE, PLACE_DTYPE, PLACE_FIELDS
-from unickpt.storage.kvstore import Future, KvStore
+from unickpt.storage.kvstore import KvStore
 from unickpt.storage.locations import Location
 
 T = TypeVar("T")
@@ -59,7 +59,7 @@ class Record:
         boxes: for arrays that no layout describes, this process's boxes by array number.
         blobs: per-process values by name: size in bytes, xxh3-64, bytes of the head, and place.
         described: the place of the description; None for the coordinator's own, and for one that
-            was published (`Notes.publish_description`).
+            is a note, because the coordinator cannot read the process's data files.
         statistics: bytes and seconds, for the report.
         replaces: xxh3-64 of the root manifest that the process found, empty if it found none.
         replicas: one element of `REPLICA_DTYPE` for each array whose replication is assumed.
@@ -174,9 +174,8 @@ def statistics_of(records: Records, more: Records) -> tuple[Mapping[str, float],
 
 
 OK, MORE = ".ok", ".more"
-REQUEST = "request"
+REQUEST, DESCRIPTION = "request", "description-{:016x}"
 _COMMIT, _ERROR, _LEFT = "commit", "error-", "left-"
-_DESCRIPTION = "description-"
 _ERROR_NAME = re.compile(_ERROR + r"(\d{5,9})")
 _LEFT_NAME = re.compile(_LEFT + r"(\d{5,9})-(\d{1,4})")
 
@@ -220,14 +219,6 @@ class Notes:
     def publish(self, record: Record, kind: str) -> None:
         """Writes this process's record, which ends its part."""
         self._records.write(f"{self._group.index:05d}{kind}", record.encode()).result()
-
-    def publish_description(self, digest: int, encoded: bytes) -> None:
-        """Writes this process's description, if the coordinator cannot read its data files."""
-        self._records.write(f"{_DESCRIPTION}{digest:016x}", encoded).result()
-
-    def description(self, digest: int) -> Future[Any]:
-        """Starts to read a description that a process published."""
-        return self._records.read(f"{_DESCRIPTION}{digest:016x}")
 
     def publish_error(self, error: BaseException, *, settles: bool, refused: bool) -> None:
         """Reports to the others why this process gives up; `retry_error` retries.

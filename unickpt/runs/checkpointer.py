@@ -12,7 +12,6 @@ from typing import Any, Literal, Self, TypeVar, Unpack, overload
 
 from unickpt.features import SaveCall, SaveFeature
 from unickpt.frameworks.leaves import job_group
-from unickpt.frameworks.process_group import Group
 from unickpt.loading.loader import LoadArguments
 from unickpt.loading.report import LoadReport
 from unickpt.options import SaveOptions
@@ -142,6 +141,7 @@ class Checkpointer:
         run = self._steps, self._cleaning, self._features, self._queue
         self._removal = Removal(*run, fsync=self._options.fsync)
         self._closed = False
+        self._group = partial(job_group, self._options.group, self._options.timeout_s)
         self.loaded_step: int | None = None
         """The step that `load` returned."""
 
@@ -486,9 +486,6 @@ class Checkpointer:
         if self._copying is not None:
             self._copying.wait()
         self._cleaning.wait()
-
-    def _group(self) -> Group:
-        return job_group(self._options.group, self._options.timeout_s)
 
     def _check_open(self) -> None:
         if self._closed:

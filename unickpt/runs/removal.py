@@ -23,7 +23,7 @@ from unickpt.runs import attempt_folders, lineage_notes
 from unickpt.runs.cleaning import Cleaning
 from unickpt.runs.roles import Roles
 from unickpt.runs.run_features import RunFeatures
-from unickpt.runs.step_folder import PROBE, StepFolder
+from unickpt.runs.step_folder import PROBE, StepFolder, step_before
 from unickpt.runs.steps import Steps
 from unickpt.saving.background import SaveQueue
 from unickpt.storage import paths
@@ -204,7 +204,7 @@ class Removal:
         local, root = self._steps.local, self._steps.root
         if local is None:
             return
-        newest, before = root.newest(), root.before(removed)
+        newest, before = root.newest(), step_before(root, removed)
         if newest is None or newest[0] != removed or before is None:
             return
         next_newest = root.version(before)

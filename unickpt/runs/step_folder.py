@@ -164,14 +164,6 @@ class StepFolder:
             return "" if self.version(step) is None else str(error)
         return ""
 
-    def before(self, step: int) -> int | None:
-        """The newest committed step below another one.
-
-        Raises:
-            StorageError: the storage failed.
-        """
-        return max((earlier for earlier in self.committed() if earlier < step), default=None)
-
     def newest(self) -> tuple[int, Version] | None:
         """The newest step and its version, if there is any step.
 
@@ -286,22 +278,32 @@ class StepFolder:
                 "to Checkpointer, or load it by unickpt.load"
             )
 
-    def check_no_link(self, step: int) -> None:
-        """Refuses to save a step through a symbolic link, or in place of a file.
 
-        Raises:
-            CheckpointExists: the step is a link; names its target.
-            InvalidPath: it is a file.
-        """
-        location = self.location_of(step)
-        if (target := location.link) is not None:
-            raise CheckpointExists(
-                f"{self.path(step)} is a symbolic link to {target}; a run saves only into its own "
-                "folders: remove the link, or save another step"
-            )
-        name = location.path.rstrip("/")
-        if location.is_local and os.path.lexists(name) and not os.path.isdir(name):
-            paths.resolve(name)  # raises InvalidPath
+def step_before(folder: StepFolder, step: int) -> int | None:
+    """The newest committed step of a folder below another one.
+
+    Raises:
+        StorageError: the storage failed.
+    """
+    return max((earlier for earlier in folder.committed() if earlier < step), default=None)
+
+
+def check_no_link(folder: StepFolder, step: int) -> None:
+    """Refuses to save a step through a symbolic link, or in place of a file.
+
+    Raises:
+        CheckpointExists: the step is a link; names its target.
+        InvalidPath: it is a file.
+    """
+    location = folder.location_of(step)
+    if (target := location.link) is not None:
+        raise CheckpointExists(
+            f"{folder.path(step)} is a symbolic link to {target}; a run saves only into its own "
+            "folders: remove the link, or save another step"
+        )
+    name = location.path.rstrip("/")
+    if location.is_local and os.path.lexists(name) and not os.path.isdir(name):
+        paths.resolve(name)  # raises InvalidPath
 
 
 def _numbers(names: Iterable[str]) -> list[int]:

@@ -28,7 +28,7 @@ from unickpt.quoting import first_few, quoted
 from unickpt.runs import lineage_notes
 from unickpt.runs.retention import Metrics, Retention
 from unickpt.runs.roles import Roles
-from unickpt.runs.step_folder import StepFolder
+from unickpt.runs.step_folder import StepFolder, check_no_link
 
 _log = logging.getLogger("unickpt")
 _STEPS_END = 10**18  # the folders of later steps are not recognised
@@ -337,7 +337,7 @@ class Steps:
         if later := [s for s in self.in_use.saved() if s > step]:
             raise _later_exist(self, step, later)
         for folder in self.all:
-            folder.check_no_link(step)
+            check_no_link(folder, step)
             if folder.location.is_remote:
                 continue
             try:

@@ -28,7 +28,7 @@ from unickpt.format.refusals import refuse_unknown
 from unickpt.options import SaveOptions
 from unickpt.runs import attempt_folders, lineage_notes, orphans
 from unickpt.runs.cleaning import Cleaning
-from unickpt.runs.step_folder import StepFolder
+from unickpt.runs.step_folder import StepFolder, step_before
 from unickpt.runs.steps import Newer, Steps, TierVersions
 from unickpt.saving.background import BackgroundErrors
 from unickpt.storage import errors, local_folders, locations, paths
@@ -37,7 +37,8 @@ from unickpt.threads import SerialExecutor
 from unickpt.tools.copying import VersionCopy
 
 _log = logging.getLogger("unickpt")
-IN_ROOT, IN_LOCAL = "all but the loss of the root", "all but the loss of the local tier"
+IN_ROOT = "all but the loss of the root"
+IN_LOCAL = "all but the loss of the local tier"
 Send = Callable[
     [int, VersionCopy, held_files.HeldFiles | None], tuple[bytes, tuple[BaseEntry, ...]]
 ]
@@ -194,7 +195,7 @@ class Copying:
             if version.name in self._refused or not self._is_due(step, version, versions):
                 return
             try:
-                base = None if versions.root is not None else root.before(step)
+                base = None if versions.root is not None else step_before(root, step)
                 with self._steps.in_use.copying([] if base is None else [base]):
                     arguments = local, step, version, versions.root, base, self.options
                     is_copied = copy_version(root, *arguments, self.send)

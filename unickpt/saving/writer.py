@@ -18,7 +18,7 @@ import numpy as np
 import xxhash
 
 from unickpt.commit.attempt import Attempt
-from unickpt.commit.messages import Record
+from unickpt.commit.messages import DESCRIPTION, Record
 from unickpt.format import codec, codecs
 from unickpt.format.chunk_grid import FULL_LINK
 from unickpt.references.chunks import Compared, ValuePlaces, WriteItem
@@ -118,7 +118,7 @@ class ChunkWriter:
         blobs, sources = description.blobs, description.sources
         descriptions = [description.encoded] if process > 0 else []  # the coordinator has its own
         if descriptions and not self._attempt.location.shares_data:
-            self._attempt.notes.publish_description(description.digest, descriptions.pop())
+            self._attempt.notes.put(DESCRIPTION.format(description.digest), descriptions.pop())
         values = [*(blob.data for blob in blobs.values()), *descriptions]
         done = self._take_or_write(items, values)
         places = dict(zip(blobs, done.others, strict=False))

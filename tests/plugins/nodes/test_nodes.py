@@ -86,7 +86,8 @@ def test_a_step_is_on_the_node_and_then_in_the_root(tmp_path: Path) -> None:
     root, node = tmp_path / "root", tmp_path / "node"
     with Checkpointer(root, node_local=node, keep_last=2, options=OPTIONS) as run:
         for step in range(4):
-            run.save(step, state(step))
+            report = run.save(step, state(step)).result()
+            assert unickpt.open(report.url).values["step"] == step
         run.wait()
         assert run.steps() == [2, 3]
         assert run.survives() == dict.fromkeys([2, 3], "all but the loss of the root")
@@ -163,6 +164,7 @@ def test_files_of_saves_that_failed_go(tmp_path: Path) -> None:
         ({"local": "l"}, ValueError, "local or node_local, not both"),
         ({"reuse": True}, ValueError, "reuse= refers to earlier steps"),
         ({"experts": unickpt.SaveOptions}, ValueError, "experts= refers to earlier steps"),
+        ({"options": SaveOptions(base="c")}, ValueError, "refer to earlier steps"),
         ({"upload_every": 0}, ValueError, "upload_every=0 must be an integer, at least 1"),
         ({"upload_bytes_per_s": -1}, ValueError, "must be a positive number"),
         ({"replicas": 2}, ValueError, "replicas=2 must be 0 or 1"),
@@ -266,8 +268,12 @@ def test_a_node_that_dies_at_any_moment_costs_at_most_one_step(
     random_moment, nodes, least = random.Random(kills), ["n0", "n1", "n2"], -1
     settings = {"upload_every": 10_000, "replicas": 1, "keep_last": 2}
     for kill in range(kills):
-        started = cluster.start(nodes, save=1000, arguments=settings)
-        time.sleep(random_moment.uniform(0.5, 3.0))
+        marks = cluster.folder / f"marks{kill}"  # written when what was resumed has copies again
+        started = cluster.start(nodes, save=1000, arguments=settings, marks=str(marks))
+        while len(list(cluster.folder.glob(f"{marks.name}-*"))) < len(nodes):
+            assert all(process.poll() is None for process in started)
+            time.sleep(0.02)
+        time.sleep(random_moment.uniform(0.0, 1.5))
         for process in started:
             process.send_signal(signal.SIGKILL)
         outputs = [process.communicate()[0] for process in started]

@@ -19,13 +19,13 @@ import msgspec
 
 from unickpt.extend import SerialExecutor, StepFolder, system_calls
 from unickpt.plugins.nodes.job import Nodes
-from unickpt.plugins.nodes.membership import Member
+from unickpt.plugins.nodes.membership import NodeProcess
 
 _log = logging.getLogger("unickpt")
 _PIECE_BYTES, _TIMEOUT_S = 1 << 20, 60.0
 
 
-def keepers(members: Sequence[Member]) -> list[int]:
+def keepers(members: Sequence[NodeProcess]) -> list[int]:
     """For each process the one that keeps a copy of its files.
 
     It is on the next node, in the order of the processes, of another unit. The processes of a node
@@ -35,28 +35,28 @@ def keepers(members: Sequence[Member]) -> list[int]:
         ValueError: a node has no other one of another unit.
 
     Example:
-        >>> keepers([Member("a", "", "r1"), Member("b", "", "r1"), Member("c", "", "r2")])
+        >>> keepers([NodeProcess(name, "", rack) for name, rack in ["a1", "b1", "c2"]])
         [2, 2, 0]
     """
     processes: dict[str, list[int]] = {}
     for process, member in enumerate(members):
         processes.setdefault(member.node, []).append(process)
     nodes, units = list(processes), {member.node: member.unit for member in members}
-    found = [0] * len(members)
+    keeper_of = [0] * len(members)
     for place, node in enumerate(nodes):
-        others = [*nodes[place + 1 :], *nodes[:place]]
-        keeper = next((other for other in others if units[other] != units[node]), None)
+        other_nodes = [*nodes[place + 1 :], *nodes[:place]]
+        keeper = next((other for other in other_nodes if units[other] != units[node]), None)
         if keeper is None:
             raise ValueError(
                 f"replicas=1 needs nodes of at least two units; all {len(nodes)} have the unit "
                 f"{units[node]!r}. Correct unit=, or omit replicas"
             )
         for number, process in enumerate(processes[node]):
-            found[process] = processes[keeper][number % len(processes[keeper])]
-    return found
+            keeper_of[process] = processes[keeper][number % len(processes[keeper])]
+    return keeper_of
 
 
-class Replicas:
+class PeerCopies:
     """Fetches the files of the processes that this one keeps copies of.
 
     Arguments:
@@ -70,8 +70,7 @@ class Replicas:
 
     def __init__(self, nodes: Nodes, steps: StepFolder, bytes_per_s: float | None) -> None:
         self._nodes, self._steps, self._rate = nodes, steps, bytes_per_s
-        found = keepers(nodes.members)
-        self._kept = [p for p, keeper in enumerate(found) if keeper == nodes.group.index]
+        self._keepers = keepers(nodes.members)
         failed = partial(_log.warning, "no copy of a step on another node: %s")
         self._work = SerialExecutor("unickpt replicas", failed)
 
@@ -86,16 +85,19 @@ class Replicas:
     def _fetch_newest(self) -> None:
         steps = self._steps.committed()
         version = self._steps.version(steps[-1]) if steps else None
-        if version is None or not self._nodes.is_of_job(version.attempt):
+        if version is None:
             return
-        for process in self._kept:
-            self._fetch(f"step_{steps[-1]}", version.attempt, process)
+        members, me = self._nodes.members, self._nodes.group.index
+        for process, holders in self._nodes.holders(f"step_{steps[-1]}", version).items():
+            # A step of an earlier job may have lost its copies.
+            if self._keepers[members.index(holders[0])] == me:
+                self._fetch(f"step_{steps[-1]}", version.attempt, process, holders[0])
 
-    def _fetch(self, step: str, attempt: str, process: int) -> None:
+    def _fetch(self, step: str, attempt: str, process: int, holder: NodeProcess) -> None:
         """Fetches the files of a process; they appear together."""
         part = f"{step}/processes/{attempt}/{process:05d}/"
         target, draft = self._nodes.folder + part, f"{self._nodes.folder}{part[:-1]}.new/"
-        url = self._nodes.members[process].url + part
+        url = holder.url + part
         if not os.path.isdir(target):
             shutil.rmtree(draft, ignore_errors=True)
             with system_calls("write", draft):

@@ -1,0 +1,137 @@
+"""The parts of a tier of nodes: keepers of copies, servers of files, agreements of processes."""
+
+from __future__ import annotations
+
+import http.client
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from unickpt.errors import StorageError
+from unickpt.extend import resolve_path
+from unickpt.plugins.nodes import membership
+from unickpt.plugins.nodes.file_server import FileServer
+from unickpt.plugins.nodes.membership import NodeProcess
+from unickpt.plugins.nodes.peer_copies import keepers
+
+
+@given(st.lists(st.tuples(st.integers(0, 6), st.integers(0, 2)), min_size=1, max_size=20))
+def test_a_copy_is_always_on_a_node_of_another_unit(places: Sequence[tuple[int, int]]) -> None:
+    units = dict(reversed(places))
+    members = [NodeProcess(f"n{node}", "", f"u{units[node]}") for node, _ in places]
+    if len(set(units.values())) < 2:
+        with pytest.raises(ValueError, match="at least two units"):
+            keepers(members)
+        return
+    for member, keeper in zip(members, keepers(members), strict=True):
+        assert members[keeper].node != member.node
+        assert members[keeper].unit != member.unit
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[FileServer]:
+    (tmp_path / "node" / "step_1").mkdir(parents=True)
+    (tmp_path / "node" / "step_1" / "d").write_bytes(bytes(range(100)))
+    (tmp_path / "node" / "step_1" / "empty").write_bytes(b"")
+    (tmp_path / "secret").write_bytes(b"secret")
+    (tmp_path / "node" / "link").symlink_to(tmp_path / "secret")
+    running = FileServer(f"{tmp_path}/node/")
+    yield running
+    running.close()
+
+
+def ask(url: str, **headers: str) -> tuple[int, bytes]:
+    parts = urlsplit(url)
+    connection = http.client.HTTPConnection(str(parts.hostname), parts.port, timeout=20)
+    try:
+        connection.request("GET", parts.path, headers=headers)
+        answer = connection.getresponse()
+        return answer.status, answer.read()
+    finally:
+        connection.close()
+
+
+@pytest.mark.parametrize(
+    ("wanted", "status", "first", "length"),
+    [("0-99", 206, 0, 100), ("7-9", 206, 7, 3), ("90-", 206, 90, 10), ("90-500", 206, 90, 10)],
+)
+def test_ranges_are_served(
+    wanted: str, status: int, first: int, length: int, server: FileServer
+) -> None:
+    data = bytes(range(100))[first : first + length]
+    assert ask(f"{server.url}step_1/d", Range=f"bytes={wanted}") == (status, data)
+
+
+def test_whole_files_and_names_are_served(server: FileServer) -> None:
+    assert ask(f"{server.url}step_1/d") == (200, bytes(range(100)))
+    assert ask(f"{server.url}step_1/empty") == (200, b"")
+    assert ask(f"{server.url}step_1/") == (200, b'["d","empty"]')
+    assert ask(f"{server.url}step_1/d", Range="bytes=100-200")[0] == 416
+
+
+@pytest.mark.parametrize("path", ["link", "../secret", "step_1/../../secret", "step_1", "none", ""])
+def test_nothing_else_is_served(path: str, server: FileServer) -> None:
+    assert ask(server.url + path)[0] == 404
+
+
+def test_only_who_knows_the_url_gets_files(server: FileServer) -> None:
+    parts = urlsplit(server.url)
+    other = f"http://{parts.netloc}/{parts.path.strip('/')[::-1]}/step_1/d"
+    assert ask(other)[0] == 404
+
+
+def test_a_node_is_named_once(tmp_path: Path) -> None:
+    names: list[str] = []
+    folder = f"{tmp_path}/node/"
+
+    def name() -> None:
+        names.append(membership.node_of(folder))
+
+    threads = [threading.Thread(target=name) for _ in range(16)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(set(names)) == 1
+    assert len(names) == 16
+    assert [path.name for path in (tmp_path / "node").iterdir()] == [".node"]
+
+
+def gathered(location: Any, name: str, members: Sequence[NodeProcess]) -> list[list[NodeProcess]]:
+    answers: list[list[NodeProcess]] = [[]] * len(members)
+
+    def join(index: int) -> None:
+        whole = location, name, index, len(members), members[index]
+        answers[index] = membership.gather(*whole, 20.0)
+
+    threads = [threading.Thread(target=join, args=(index,)) for index in range(len(members))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return answers
+
+
+def test_all_processes_hear_the_same(tmp_path: Path) -> None:
+    location = resolve_path(tmp_path / "control")
+    parts = {"step_1": {"a-0": [0, 3]}}
+    members = [NodeProcess(f"n{index // 2}", f"u{index}", "", parts) for index in range(6)]
+    answers = gathered(location, "first", members)
+    assert all(answer == answers[0] for answer in answers)
+    assert [bool(member.parts) for member in answers[0]] == [True, False] * 3
+    gathered(location, "second", members[:2])
+    assert [path.name for path in (tmp_path / "control" / "members").iterdir()] == ["second"]
+
+
+def test_what_is_no_answer_is_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "control" / "members" / "x"
+    folder.mkdir(parents=True)
+    (folder / "all").write_bytes(b"[{}]")
+    with pytest.raises(StorageError, match="said something else"):
+        membership.gather(resolve_path(tmp_path / "control"), "x", 1, 2, NodeProcess("a", "b"), 5.0)
