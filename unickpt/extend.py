@@ -179,6 +179,7 @@ from unickpt.storage.paths import resolve as resolve_path
 from unickpt.storage.schemes import Scheme
 from unickpt.storage.schemes import register as register_scheme
 from unickpt.threads import Pool, SerialExecutor, in_batches
+from unickpt.threads import Window as MemoryWindow
 from unickpt.threads import settle as settle_future
 from unickpt.trees.hints import hint as storing_hint
 from unickpt.trees.moments import moments_among
@@ -279,11 +280,11 @@ __all__ = [
     "JoinedParts", "Key", "LEAST_REUSED", "LINKED_FOLDER", "Layout", "Leaf", "LeafFact", "LeafKind",
     "Lease", "LeaseUse", "LeavesOut", "Listed", "LocalLocation", "Location", "MANIFEST",
     "MAX_DEPTH", "MOST_BASES", "MOST_COMPRESSED_BYTES", "MOST_FRAGMENTS_SHOWN", "MadeLeaf",
-    "MemoryBudget", "Mesh", "MeshFacts", "MeshKey", "NOTHING_HERE", "NamedOptimizer",
-    "NeedsElements", "Node", "NotDecodable", "Notes", "ORPHANS_LOCK", "OWN_FORMAT",
-    "ObservedReport", "OcdbtDatabase", "OcdbtReader", "OfEachProcess", "Opaque", "Orphan",
-    "OrphanSearch", "PYTHON_TYPES", "ParallelMap", "Part", "PathLike", "PhaseObserver", "Plain",
-    "Plan", "PlannedFile", "Pool", "Progress", "Provenance", "REPLACED_METADATA",
+    "MemoryBudget", "MemoryWindow", "Mesh", "MeshFacts", "MeshKey", "NOTHING_HERE",
+    "NamedOptimizer", "NeedsElements", "Node", "NotDecodable", "Notes", "ORPHANS_LOCK",
+    "OWN_FORMAT", "ObservedReport", "OcdbtDatabase", "OcdbtReader", "OfEachProcess", "Opaque",
+    "Orphan", "OrphanSearch", "PYTHON_TYPES", "ParallelMap", "Part", "PathLike", "PhaseObserver",
+    "Plain", "Plan", "PlannedFile", "Pool", "Progress", "Provenance", "REPLACED_METADATA",
     "RESERVED_METADATA", "RangeReader", "Reader", "ReferencePolicy", "ReferenceSource",
     "RegularFiles", "Request", "Retention", "RuledView", "RulesCheck", "Run", "RunFeature",
     "SAVE_PHASES", "STORED_TYPES", "SaveCall", "SaveCallbacks", "SaveEncoder", "SaveFeature",

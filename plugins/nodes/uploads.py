@@ -4,7 +4,6 @@ without which it is no checkpoint, comes last, from process 0."""
 from __future__ import annotations
 
 import fcntl
-import logging
 import os
 import shutil
 import time
@@ -15,6 +14,7 @@ from typing import Any
 from unickpt.errors import SaveTimeout
 from unickpt.extend import (
     IN_ROOT,
+    MemoryWindow,
     TierCopying,
     Version,
     copy_files,
@@ -28,7 +28,7 @@ from unickpt.plugins.nodes.job import Nodes
 from unickpt.plugins.nodes.membership import files_below, parts_in
 from unickpt.plugins.nodes.peer_copies import PeerCopies
 
-_log = logging.getLogger("unickpt")
+_AT_ONCE = 4  # files that a process uploads
 
 
 class NodeCopying(TierCopying):
@@ -144,16 +144,19 @@ class NodeCopying(TierCopying):
         context, target = storage_context(fsync=fsync), self._root.location.child(part)
         store, folders = target.store(context), {""}
         existing = {key.decode(errors="replace") for key in store.list().result()}
+        window = MemoryWindow(self.options.working_bytes, _AT_ONCE)
         for name in files_below(source):
             folders.add(os.path.dirname(name))
             if name in existing:
                 continue
             began = time.monotonic()
             with system_calls("read", source + name), open(source + name, "rb") as file:
+                window.make_room(os.fstat(file.fileno()).st_size)
                 data = file.read()
-            store.write(name, data).result()
+            window.add(len(data), store.write(name, data).result)
             if self._rate is not None:
                 time.sleep(max(0.0, len(data) / self._rate - (time.monotonic() - began)))
+        window.drain()
         for folder in sorted(folders) if fsync else ():
             (target.child(folder) if folder else target).sync(self._root.location)
 

@@ -1,0 +1,160 @@
+"""Uploading a step from every node, beside process 0 alone, where the storage limits each stream.
+
+    python benchmarks/nodes.py --dir /tmp/nodes-bench --nodes 8
+
+Each process is a node with a folder of its own, and saves its part of an array. *One process* is
+`Checkpointer(local=)`: all share the folder, and process 0 copies the step. *Every node* is
+`node_local=`. Both upload to an S3 server on loopback (moto) through a relay that passes a fixed
+number of bytes a second per connection, as object storage does. Both keep up to four requests in
+flight. Seconds from the commit on the node to that in the bucket; the ways take turns; medians.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+from exchange import s3, version
+from peers import fresh_directory, machine_facts, print_facts
+from rich.console import Console
+from rich.table import Table
+
+import unickpt
+from unickpt.types import Box, LocalFragments
+
+WAYS = {"one process": "local", "every node": "node_local"}
+_PIECE = 16 << 10
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--dir", required=True, help="An existing folder for the nodes' folders.")
+    parser.add_argument("--nodes", type=int, default=8)
+    parser.add_argument("--mib", type=int, default=4, help="Of each process.")
+    parser.add_argument("--stream-kib-s", type=int, default=256, help="Of one connection.")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rank", type=int, help="Used by the benchmark itself.")
+    parser.add_argument("--way", help="Used by the benchmark itself.")
+    parser.add_argument("--url", help="Used by the benchmark itself.")
+    arguments = parser.parse_args()
+    if arguments.rank is not None:
+        run_process(arguments)
+        return
+    console = Console(width=None if sys.stdout.isatty() else 120)
+    seconds: dict[str, list[float]] = {way: [] for way in WAYS}
+    with fresh_directory(arguments.dir) as folder, s3() as environment:
+        print_facts(console, machine_facts(folder) | {"moto": version("moto")})
+        with relay(environment["AWS_ENDPOINT_URL"], arguments.stream_kib_s << 10) as port:
+            os.environ |= environment | {"AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}"}
+            for number in range(arguments.rounds):
+                for way in WAYS:
+                    url = f"s3://bucket/{way.replace(' ', '-')}-{number}"
+                    seconds[way].append(run_job(arguments, folder / url[5:], way, url))
+    total = arguments.nodes * arguments.mib
+    title = f"{arguments.nodes} nodes, {total} MiB, {arguments.stream_kib_s} KiB/s per connection"
+    table = Table("way", "seconds", "MiB/s", "ratio", title=title, title_justify="left")
+    base = statistics.median(seconds["one process"])
+    for way, measured in seconds.items():
+        median = statistics.median(measured)
+        table.add_row(way, f"{median:.2f}", f"{total / median:.2f}", f"{base / median:.1f}x")
+    console.print(table)
+
+
+def run_job(arguments: argparse.Namespace, folder: Path, way: str, url: str) -> float:
+    """Saves and uploads one step with all processes; the longest upload of any, in seconds."""
+    folder.mkdir(parents=True)
+    facts = "--dir", str(folder), "--nodes", str(arguments.nodes), "--mib", str(arguments.mib)
+    processes = [
+        subprocess.Popen(
+            [sys.executable, __file__, *facts, "--rank", str(rank), "--way", way, "--url", url],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(arguments.nodes)
+    ]
+    outputs = [process.communicate()[0] for process in processes]
+    if any(process.returncode for process in processes):
+        sys.exit("a process failed")
+    return max(float(json.loads(output.splitlines()[-1])["seconds"]) for output in outputs)
+
+
+def run_process(arguments: argparse.Namespace) -> None:
+    """One node: saves its rows of an array, and waits for the upload."""
+    rank, count, folder = arguments.rank, arguments.nodes, Path(arguments.dir)
+    rows, agree = arguments.mib << 8, Agreement(folder, rank, count)
+    data = np.random.default_rng(rank).integers(0, 256, (rows, 4096), np.uint8)
+    box = Box((rank * rows, 0), ((rank + 1) * rows, 4096))
+    group = unickpt.ProcessGroup(rank, count, "bench", agree=agree)
+    options = unickpt.SaveOptions(group=group, fsync=False, chunk_bytes=1 << 20)
+    is_apart = WAYS[arguments.way] == "node_local"
+    node = folder / (f"node{rank}" if is_apart else "shared")
+    run = unickpt.Checkpointer(arguments.url, options=options, **{WAYS[arguments.way]: node})
+    state = {"w": LocalFragments((rows * count, 4096), [(box, data)])}
+    run.save(1, state).result()
+    started = time.perf_counter()
+    run.wait()
+    print(json.dumps({"seconds": time.perf_counter() - started}))
+    agree(0)
+    run.close()
+
+
+class Agreement:
+    """The maximum of the values of all processes, by small files."""
+
+    def __init__(self, folder: Path, rank: int, count: int) -> None:
+        self._folder, self._rank, self._count, self._calls = folder, rank, count, 0
+
+    def __call__(self, value: int) -> int:
+        self._calls += 1
+        draft = self._folder / f".draft-{self._rank}"
+        draft.write_text(str(value))
+        draft.rename(self._folder / f"agree-{self._calls}-{self._rank}")
+        paths = [self._folder / f"agree-{self._calls}-{rank}" for rank in range(self._count)]
+        while not all(path.exists() for path in paths):
+            time.sleep(0.01)
+        return max(int(path.read_text()) for path in paths)
+
+
+@contextmanager
+def relay(endpoint: str, bytes_per_s: int) -> Iterator[int]:
+    """A relay to a server that limits what each connection sends; its port."""
+    host, _, port = endpoint.partition("//")[2].rpartition(":")
+
+    async def passes(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, rate: int) -> None:
+        while piece := await reader.read(_PIECE):
+            writer.write(piece)
+            await writer.drain()
+            await asyncio.sleep(len(piece) / rate if rate else 0)
+        writer.close()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        to_reader, to_writer = await asyncio.open_connection(host, int(port))
+        ways = passes(reader, to_writer, bytes_per_s), passes(to_reader, writer, 0)
+        await asyncio.gather(*ways, return_exceptions=True)
+
+    loop = asyncio.new_event_loop()
+    server = loop.run_until_complete(asyncio.start_server(serve, "127.0.0.1", 0))
+    thread = threading.Thread(target=loop.run_forever, daemon=True)
+    thread.start()
+    try:
+        yield server.sockets[0].getsockname()[1]
+    finally:
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+
+
+if __name__ == "__main__":
+    main()
