@@ -61,16 +61,26 @@ class Nodes:
         unit, parts = chosen.unit_of(name), membership.parts_in(self.folder)
         member = NodeProcess(name, self.server.url, unit, parts)
         whole = control, self.attempt, group.index, group.count, member
-        self.members = membership.gather(*whole, options.timeout_s)
+        try:
+            self.members = membership.gather(*whole, options.timeout_s)
+        except BaseException:
+            self._finalizer()
+            raise
         self.lost: dict[int, Version] = {}
         """Committed steps that nobody can read."""
         _jobs[self.key] = self
+        self._control = control
         self.uploads = UploadNotes(control, self.attempt)
 
     def close(self) -> None:
         """Ends the server of files."""
         self._finalizer()
         _jobs.pop(self.key, None)
+
+    def sees_root(self) -> bool:
+        """Whether the root is still what all processes saw when they joined; else its file system
+        may not be mounted, and says nothing about what is committed."""
+        return membership.is_there(self._control, self.attempt)
 
     @cached_property
     def node(self) -> str:

@@ -130,6 +130,11 @@ def gather(
     return all_members
 
 
+def is_there(location: Location, name: str) -> bool:
+    """Whether the answers of an exchange are still in a folder."""
+    return location.child(f"members/{name}").has_file(_ALL, storage_context(fsync=False))
+
+
 def _without_repeats(members: Sequence[NodeProcess]) -> list[NodeProcess]:
     """The members, of which only the first of each node says what is in the folder."""
     seen, shortened = set[str](), []

@@ -206,6 +206,8 @@ class NodeCopying(TierCopying):
 
     def _remove_stale(self) -> None:
         """Removes the data of steps that are gone, and of saves that were never committed."""
+        if not self._nodes.sees_root():
+            return
         if self._steps.own_attempts:  # before the first save, process 0 has removed them
             self._nodes.lost.clear()
         committed = {}

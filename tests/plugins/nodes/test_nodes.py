@@ -10,6 +10,7 @@ import shutil
 import signal
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -156,6 +157,21 @@ def test_files_of_saves_that_failed_go(tmp_path: Path) -> None:
         run.wait()
         assert not files(folder.parent.parent / "step_9")
         assert len(list(node.glob("*/step_*/processes/*"))) == 1
+
+
+def test_a_root_that_is_gone_proves_nothing(tmp_path: Path) -> None:
+    root, node = tmp_path / "root", tmp_path / "node"
+    with Checkpointer(root, node_local=node, upload_every=9, options=OPTIONS) as run:
+        run.save(1, state(1), wait=True)
+        run.wait()
+        root.rename(tmp_path / "elsewhere")  # as if its file system were not mounted
+        assert run._copying is not None
+        run._copying.start()
+        with suppress(unickpt.UnickptError):
+            run.wait()
+        shutil.rmtree(root, ignore_errors=True)
+        (tmp_path / "elsewhere").rename(root)
+        assert run.load(state(0))["step"] == 1
 
 
 @pytest.mark.parametrize(
