@@ -30,6 +30,7 @@ from unickpt.arrays.dtypes import with_shape as dtype_and_shape
 from unickpt.arrays.layout import Layout, Mesh
 from unickpt.arrays.names import matches as name_matches
 from unickpt.arrays.names import natural as natural_key
+from unickpt.arrays.strided_copy import view as strided_view
 from unickpt.commit.version import Version, version_at
 from unickpt.doors import Door
 from unickpt.doors import every as every_door
@@ -132,6 +133,8 @@ from unickpt.frameworks.process_group import alone as group_of_one
 from unickpt.frameworks.protocol import Adapter, ArraySource, Fragment
 from unickpt.frameworks.sections import EncodedValue
 from unickpt.frameworks.sections import Joined as JoinedParts
+from unickpt.loading.loader import plan_load
+from unickpt.loading.request import LoadRequest
 from unickpt.loading.views import StoredView, View, leaf_text, read_into, stored_leaf, structure_of
 from unickpt.progress import Progress, reporting
 from unickpt.quoting import changed_repr, counted, printable, quoted, shortened, size_text
@@ -278,9 +281,9 @@ __all__ = [
     "EncodingPolicy", "Ending", "Expansion", "Extra", "Failed", "FileBox", "FileRange", "Files",
     "Format", "Fragment", "FragmentGrid", "GridBand", "Hints", "HostBuffers", "IN_ROOT", "Index",
     "JoinedParts", "Key", "LEAST_REUSED", "LINKED_FOLDER", "Layout", "Leaf", "LeafFact", "LeafKind",
-    "Lease", "LeaseUse", "LeavesOut", "Listed", "LocalLocation", "Location", "MANIFEST",
-    "MAX_DEPTH", "MOST_BASES", "MOST_COMPRESSED_BYTES", "MOST_FRAGMENTS_SHOWN", "MadeLeaf",
-    "MemoryBudget", "MemoryWindow", "Mesh", "MeshFacts", "MeshKey", "NOTHING_HERE",
+    "Lease", "LeaseUse", "LeavesOut", "Listed", "LoadRequest", "LocalLocation", "Location",
+    "MANIFEST", "MAX_DEPTH", "MOST_BASES", "MOST_COMPRESSED_BYTES", "MOST_FRAGMENTS_SHOWN",
+    "MadeLeaf", "MemoryBudget", "MemoryWindow", "Mesh", "MeshFacts", "MeshKey", "NOTHING_HERE",
     "NamedOptimizer", "NeedsElements", "Node", "NotDecodable", "Notes", "ORPHANS_LOCK",
     "OWN_FORMAT", "ObservedReport", "OcdbtDatabase", "OcdbtReader", "OfEachProcess", "Opaque",
     "Orphan", "OrphanSearch", "PYTHON_TYPES", "ParallelMap", "Part", "PathLike", "PhaseObserver",
@@ -311,19 +314,19 @@ __all__ = [
     "moments_among", "name_component", "name_matches", "natural_key", "new_session",
     "numbered_parts", "on_process_0", "open_own", "open_reader", "opened_checkpoint",
     "other_folders", "parsed_types", "parts_of_array", "parts_of_boxes", "plain_length",
-    "plain_to_json", "plan_rules", "printable", "process_names", "progress_reports", "put_nested",
-    "quoted", "raw_chunk", "read_boxes", "read_file_box", "read_full_chunk", "read_into", "reading",
-    "reading_again", "reading_checkpoint", "reading_failed", "rebuild_tree", "refuse_checkpoint",
-    "refuse_unknown", "register_codec", "register_format", "register_scheme", "register_writer",
-    "remove_checkpoint", "reporting", "resolve_path", "restore_replaced", "room_text", "row_major",
-    "rule_exprs_of", "ruled_elements", "save_in_background", "settle_future", "shape_text",
-    "shortened", "shown_text", "size_text", "step_metrics", "storage_context", "stored_chunk_bytes",
-    "stored_leaf", "stored_leaves", "stored_unit_steps", "storing_hint", "structure_of",
-    "sync_folder", "system_calls", "take_retention", "terminal_options", "terminal_output",
-    "terminal_tables", "text_file", "tree_from_json", "tree_from_names", "tree_to_json",
-    "tree_with_values", "tree_without", "unickpt_version", "unregister_codec", "unregister_format",
-    "unregister_writer", "unwrapped", "version_at", "within", "write_streamed", "writing",
-    "writing_failed", "written_in_data_file", "zarr_dtype",
+    "plain_to_json", "plan_load", "plan_rules", "printable", "process_names", "progress_reports",
+    "put_nested", "quoted", "raw_chunk", "read_boxes", "read_file_box", "read_full_chunk",
+    "read_into", "reading", "reading_again", "reading_checkpoint", "reading_failed", "rebuild_tree",
+    "refuse_checkpoint", "refuse_unknown", "register_codec", "register_format", "register_scheme",
+    "register_writer", "remove_checkpoint", "reporting", "resolve_path", "restore_replaced",
+    "room_text", "row_major", "rule_exprs_of", "ruled_elements", "save_in_background",
+    "settle_future", "shape_text", "shortened", "shown_text", "size_text", "step_metrics",
+    "storage_context", "stored_chunk_bytes", "stored_leaf", "stored_leaves", "stored_unit_steps",
+    "storing_hint", "strided_view", "structure_of", "sync_folder", "system_calls", "take_retention",
+    "terminal_options", "terminal_output", "terminal_tables", "text_file", "tree_from_json",
+    "tree_from_names", "tree_to_json", "tree_with_values", "tree_without", "unickpt_version",
+    "unregister_codec", "unregister_format", "unregister_writer", "unwrapped", "version_at",
+    "within", "write_streamed", "writing", "writing_failed", "written_in_data_file", "zarr_dtype",
 ]  # fmt: skip
 
 # Imported on first use. What `import unickpt` needs anyway is imported above.

@@ -206,6 +206,26 @@ def load(
     return (loaded_tree, report) if return_report else loaded_tree
 
 
+def plan_load(
+    stored: checkpoint.Checkpoint, like: Any, rules: LoadRules | None = None
+) -> tuple[View, LoadRequest]:
+    """The view and the request of a load into `like`, compared with each other; reads no array.
+
+    Arguments:
+        stored: the checkpoint; leaves that `like` lacks are skipped.
+        like, rules: as for `load`.
+
+    Raises:
+        LoadMismatch, RuleError, UnsupportedLeaf: as `load`.
+    """
+    policy = Policy(skip_unexpected=True)
+    loading = _Loading(rules, "", policy, False, LoadOptions(), adapters(), None)
+    view, request = loading._view_of(stored.reader, like)
+    assert request is not None, "there is one for each `like`"
+    compare(view, request, policy)
+    return view, request
+
+
 def _chosen(argument: str, value: str, other: str) -> bool:
     """Whether an argument is anything but "error"."""
     if value not in ("error", other):
