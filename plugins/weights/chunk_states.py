@@ -45,7 +45,7 @@ class ChunkState:
 
 
 @dataclass(frozen=True)
-class StoredChunk:
+class VersionChunk:
     """A chunk of a version.
 
     Arguments:
@@ -63,7 +63,7 @@ class StoredChunk:
         return self.part.key, self.number
 
 
-class ChunkReader:
+class VersionReader:
     """Reads the chunks of a version.
 
     Arguments:
@@ -73,7 +73,7 @@ class ChunkReader:
     def __init__(self, reader: OcdbtReader) -> None:
         self.reader = reader
 
-    def advance(self, chunk: StoredChunk, live: ChunkState, out: Array) -> tuple[ChunkState, int]:
+    def advance(self, chunk: VersionChunk, live: ChunkState, out: Array) -> tuple[ChunkState, int]:
         """Turns the live state of a chunk into that of the version, by patches.
 
         Arguments:
@@ -106,7 +106,7 @@ class ChunkReader:
             return ChunkState(0), nbytes
         return ChunkState(chunk_digest(out), undos), nbytes
 
-    def read(self, chunk: StoredChunk, out: Array) -> tuple[ChunkState, int]:
+    def read(self, chunk: VersionChunk, out: Array) -> tuple[ChunkState, int]:
         """Reads a chunk whole.
 
         Arguments:
@@ -136,7 +136,7 @@ class ChunkReader:
             raise self._damaged(chunk)
         return ChunkState(chunk.digest, undos), out.nbytes + sum(map(len, additions))
 
-    def _chain(self, chunk: StoredChunk) -> Sequence[ChunkValue]:
+    def _chain(self, chunk: VersionChunk) -> Sequence[ChunkValue]:
         if chunk.entry.codec is not None:  # patches are of the stored bytes
             return ()
         values = self.reader.chunk_values
@@ -152,17 +152,17 @@ class ChunkReader:
             nothing = patches.PatchedState(0)
             undo = patches.encode(out, before, nothing, 0, out.nbytes // 2)
             # The states before this one cannot be reached without it.
-            known = (patches.state_of(patch).digest, undo) if undo is not None else None
-            undos = () if known is None else (*undos, known)
+            digest = patches.state_of(patch).digest
+            undos = () if undo is None else (*undos, (digest, undo))
         return undos
 
-    def _damaged(self, chunk: StoredChunk) -> Exception:
+    def _damaged(self, chunk: VersionChunk) -> Exception:
         where = chunk.part.chunk_box(chunk.number)
         return self.reader.damaged(
             f"array {chunk.entry.name!r} {where}: the stored bytes do not match their digest"
         )
 
 
-def digest_in_memory(chunk: StoredChunk, elements: Array) -> int:
+def digest_in_memory(chunk: VersionChunk, elements: Array) -> int:
     """The digest that a chunk with these elements has; 0 if that depends on its codec."""
     return 0 if chunk.entry.codec is not None else chunk_digest(np.ascontiguousarray(elements))

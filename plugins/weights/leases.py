@@ -92,7 +92,7 @@ class Leases:
         self._folder, self._clock = root.child(FOLDER), clock
         self._seen: dict[str, tuple[bytes, float]] = {}
 
-    def kept(self, versions: Sequence[int]) -> Collection[int]:
+    def leased_among(self, versions: Sequence[int]) -> Collection[int]:
         """Those of some versions that followers read; all if that cannot be found out."""
         try:
             leased = self._leased()

@@ -65,7 +65,7 @@ class Publisher:
         retention = None
         if keep_last is not None:
             leases = Leases(resolve_path(root))
-            retention = Retention(keep_last=keep_last, keep_among=leases.kept)
+            retention = Retention(keep_last=keep_last, keep_among=leases.leased_among)
         self._run = Checkpointer(
             root,
             keep=retention,
@@ -169,7 +169,7 @@ def _number(version: Any) -> int:
 def _rules_text(rules: Rules) -> str:
     text = str(rules)
     try:
-        is_whole = Rules.parse(text) == rules
+        is_whole = _meaning(Rules.parse(text)) == _meaning(rules) and not rules.functions
     except UnickptError:
         is_whole = False
     if not is_whole:
@@ -178,3 +178,8 @@ def _rules_text(rules: Rules) -> str:
             "they cannot be stored with a version; give them to each Follower instead"
         )
     return text
+
+
+def _meaning(rules: Rules) -> Any:
+    """The rules without the way in which they are written."""
+    return [replace(rule, text="") for rule in rules.rules], rules.shared, rules.conventions

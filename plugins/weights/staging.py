@@ -29,9 +29,9 @@ from unickpt.extend import (
     strided_view,
 )
 from unickpt.plugins.weights.chunk_states import (
-    ChunkReader,
     ChunkState,
-    StoredChunk,
+    VersionChunk,
+    VersionReader,
     digest_in_memory,
 )
 from unickpt.plugins.weights.live_arrays import (
@@ -45,7 +45,7 @@ from unickpt.plugins.weights.live_arrays import (
 _COMPUTED_BYTES = 64 << 20  # memory for boxes that rules compute, beyond one of them
 
 
-class Consumer(NamedTuple):
+class ShownBox(NamedTuple):
     """A box of an array of the engine that shows a stored array.
 
     Arguments:
@@ -72,7 +72,7 @@ class LiveState:
 
     Arguments:
         grids: of the stored arrays, by name.
-        chunks: by keys of `StoredChunk`.
+        chunks: by keys of `VersionChunk`.
         copies: the elements of chunks of which the engine has only a part.
     """
 
@@ -125,7 +125,7 @@ class Stager:
         threads: int,
     ) -> None:
         assert isinstance(view.checkpoint, OcdbtReader), "it was checked"
-        self._view, self._live, self._reader = view, live, ChunkReader(view.checkpoint)
+        self._view, self._live, self._reader = view, live, VersionReader(view.checkpoint)
         self._keep_copies, self._most_undo, self._threads = keep_copies, most_undo, threads
         self._leaves = live_leaves(request)
         self._changes: dict[str, list[ElementsChange]] = {name: [] for name in self._leaves}
@@ -144,18 +144,18 @@ class Stager:
         shown, computed = self._consumers()
         arrays = self._view.checkpoint.index.arrays
         changed = set[str]()
-        work = list[tuple[StoredChunk, ChunkState | None, Sequence[Consumer]]]()
+        work = list[tuple[VersionChunk, ChunkState | None, Sequence[ShownBox]]]()
         for name in arrays:
             table = self._view.checkpoint.digests_of(name)
             assert table is not None, "unickpt's own format has digests"
             grid = Grid(_facts(arrays[name]), table["digest"].copy())
-            known = self._live.grids.get(name)
-            known = known if known is not None and known.facts == grid.facts else None
+            live_grid = self._live.grids.get(name)
+            live_grid = live_grid if live_grid and live_grid.facts == grid.facts else None
             self._state.grids[name] = grid
-            if known is None or not np.array_equal(known.digests, grid.digests):
+            if live_grid is None or not np.array_equal(live_grid.digests, grid.digests):
                 changed.add(name)
             if name in shown:
-                work += self._chunks(name, grid, known, shown[name])
+                work += self._chunks(name, grid, live_grid, shown[name])
         with Pool(self._threads - 1, "unickpt weights") as pool:
             pending = [pool.submit(self._stage_chunk, *item) for item in work]
             try:
@@ -170,10 +170,10 @@ class Stager:
                 self._compute(leaf)
         return self._finished()
 
-    def _consumers(self) -> tuple[dict[str, list[Consumer]], dict[str, set[str]]]:
+    def _consumers(self) -> tuple[dict[str, list[ShownBox]], dict[str, set[str]]]:
         """The consumers of each stored array; and the arrays that rules compute, with the names of
         their sources, none if unknown."""
-        shown: dict[str, list[Consumer]] = {}
+        shown: dict[str, list[ShownBox]] = {}
         computed: dict[str, set[str]] = {}
         for name, leaf in self._leaves.items():
             recipe = self._view.recipe(self._stored_name(name))
@@ -189,7 +189,7 @@ class Stager:
                 for source in recipe.sources:
                     needed = source.within(box)
                     if needed is not None:
-                        consumer = Consumer(leaf, position, needed)
+                        consumer = ShownBox(leaf, position, needed)
                         shown.setdefault(source.entry.name, []).append(consumer)
         return shown, computed
 
@@ -198,23 +198,23 @@ class Stager:
         return self._view.index.aliases.get(name, name)
 
     def _chunks(
-        self, name: str, grid: Grid, known: Grid | None, consumers: Sequence[Consumer]
-    ) -> Iterator[tuple[StoredChunk, ChunkState | None, Sequence[Consumer]]]:
+        self, name: str, grid: Grid, live_grid: Grid | None, consumers: Sequence[ShownBox]
+    ) -> Iterator[tuple[VersionChunk, ChunkState | None, Sequence[ShownBox]]]:
         """The chunks of an array that are needed and may differ; keeps the others' states."""
         entry = self._view.checkpoint.index.arrays[name]
         for first, part in numbered_parts(entry):
             for number in sorted(set(_needed_chunks(part, consumers))):
                 digest = int(grid.digests[first + number])
-                chunk = StoredChunk(entry, part, number, digest)
+                chunk = VersionChunk(entry, part, number, digest)
                 state = None
-                if known is not None:
+                if live_grid is not None:
                     state = self._live.chunks.get(chunk.key)
                 if state is not None and state.digest == digest:
                     self._keep(chunk, state, self._live.copies.get(chunk.key))
                 else:
                     yield chunk, state, consumers
 
-    def _keep(self, chunk: StoredChunk, state: ChunkState, elements: Array | None) -> None:
+    def _keep(self, chunk: VersionChunk, state: ChunkState, elements: Array | None) -> None:
         self._undo_bytes += state.nbytes
         if self._undo_bytes > self._most_undo:
             state = ChunkState(state.digest)
@@ -224,7 +224,7 @@ class Stager:
 
     def _count(
         self,
-        chunk: StoredChunk,
+        chunk: VersionChunk,
         state: ChunkState,
         elements: Array | None,
         changes: Sequence[tuple[str, ElementsChange]],
@@ -240,7 +240,7 @@ class Stager:
         self._whole += is_whole
 
     def _stage_chunk(
-        self, chunk: StoredChunk, live: ChunkState | None, consumers: Sequence[Consumer]
+        self, chunk: VersionChunk, live: ChunkState | None, consumers: Sequence[ShownBox]
     ) -> tuple[Any, ...]:
         """Stages a chunk; the arguments of `_count`."""
         box = chunk.part.chunk_box(chunk.number)
@@ -333,13 +333,13 @@ def _facts(entry: Any) -> Any:
     return (entry.shape, entry.dtype, entry.chunk, entry.cut, layout, entry.boxes, entry.encoding)
 
 
-def _needed_chunks(part: Part, consumers: Sequence[Consumer]) -> Iterator[int]:
+def _needed_chunks(part: Part, consumers: Sequence[ShownBox]) -> Iterator[int]:
     for consumer in consumers:
         for box in consumer.needed.boxes:
             yield from part.chunks_in(box)
 
 
-def _out_view(consumer: Consumer, copy: Any) -> Array:
+def _out_view(consumer: ShownBox, copy: Any) -> Array:
     memory = consumer.leaf.memory[consumer.position]
     return strided_view(memory, copy.out, copy.out_steps, copy.shape)
 
@@ -348,7 +348,7 @@ def _identity(rank: int) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(int(i == j) for j in range(rank)) for i in range(rank))
 
 
-def _gather(places: Sequence[tuple[Consumer, Any, Array]], out: Array) -> bool:
+def _gather(places: Sequence[tuple[ShownBox, Any, Array]], out: Array) -> bool:
     """Fills a chunk with the live elements; returns whether the engine has all of them."""
     is_there = None
     for consumer, copy, view in places:
