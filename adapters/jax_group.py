@@ -169,7 +169,7 @@ class JaxGroup(BoundedGroup):
         with self._waiting("for the others, but not all of them took part", call):
             client.wait_at_barrier(place, self._timeout_ms, *participants)
         if self.index > 0:
-            first = f"for {named(self.members, [0])}, which did not send what was agreed"
+            first = f"for {named(self.members, [0])}, which did not send the agreed value"
             with self._waiting(first, call):
                 return int(client.blocking_key_value_get(f"{place}/largest", self._timeout_ms))
         largest = max(int(vote) for _, vote in client.key_value_dir_get(f"{place}/"))

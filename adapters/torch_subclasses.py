@@ -306,9 +306,9 @@ def _placed(
         ends = outer[d] * ratio, shard.box.start[d] * ratio, shard.box.stop[d] * ratio
         if dims[e] or any(end.denominator > 1 for end in ends):
             raise UnsupportedLeaf(
-                f"{name!r}: this rank has {shard.box} of shape {list(outer)}, of which dimension "
+                f"{name!r}: this rank has {shard.box} of shape {list(outer)}, whose dimension "
                 f"{d} is {_ratio_text(ratio)} of dimension {e} of the part of shape "
-                f"{list(part.shape)}: the shards do not begin and end with blocks. "
+                f"{list(part.shape)}: the shards do not begin and end at block boundaries. "
                 "Shard in multiples of the blocks, or along another dimension"
             )
         whole[e], start[e], stop[e] = map(int, ends)

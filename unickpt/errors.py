@@ -178,8 +178,9 @@ def out_of_memory(what: str, error: MemoryError) -> OutOfMemory:
     if isinstance(error, OutOfMemory):  # already has the details
         return error
     result = OutOfMemory(
-        f"{what}: out of memory{': ' if str(error) else ''}{error}. Take less at once, a smaller "
-        "budget_bytes, fewer processes on this machine, or a larger limit (ulimit -v, cgroups)"
+        f"{what}: out of memory{': ' if str(error) else ''}{error}. Process less at once, or use a "
+        "smaller budget_bytes, fewer processes on this machine, or a larger limit (ulimit -v, "
+        "cgroups)"
     )
     for note in getattr(error, "__notes__", ()):  # such as the array
         result.add_note(note)

@@ -165,7 +165,7 @@ DOWNLOADS = _table(
 )  # fmt: skip
 """Files that a download can leave in place of any file."""
 KINDS = (*DOWNLOADS, *_table(
-    ("a file of zeros", "a download or a copy of it did not finish: repeat it",
+    ("a file of zeros", "a download or copy did not finish: repeat it",
      lambda sample: len(sample.head) > 8 and not any(sample.start)),
     # --- zip and tar files ---
     ("a zip file of skops", _load_with("skops.io.load"), _has(r"schema\.json")),

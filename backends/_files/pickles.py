@@ -393,7 +393,7 @@ class _Machine:
 
     def _load_persistent(self, persistent_id: Any) -> None:
         if self._persistent is None:
-            raise BadPickle("it refers to data outside of it")
+            raise BadPickle("it refers to external data")
         self._push(self._persistent(persistent_id))
 
     # --- operations that need more than a line --------------------------------------------------

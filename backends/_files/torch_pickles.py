@@ -326,7 +326,7 @@ class BarePickle:
 
     def offset(self, torch_storage: Any) -> int:
         """Where a storage begins; a bare pickle has none."""
-        raise self.damaged("it refers to data outside of it")
+        raise self.damaged("it refers to external data")
 
     def persistent(self, persistent_id: Any) -> FileBytes:
         """The bytes for which `_compacted` has put a persistent id."""
@@ -358,7 +358,7 @@ def _next_pickle(cursor: Cursor, compacted: bool = False) -> bytes:
             raise cursor.damaged(f"has a pickle of more than {_MOST_PICKLE} bytes besides arrays")
         code = cursor.take(1)
         if compacted and code in _OUTSIDE:
-            raise NotSupported("it refers to data outside of it")
+            raise NotSupported("it refers to external data")
         is_large = compacted and code in _BYTES
         out += _bytes(cursor, code) if is_large else _other(cursor, code)
     return bytes(out)

@@ -276,8 +276,8 @@ def of_dtype(data: Tensor, dtype: Global) -> Any:
 def _load_from_bytes(*args: Any) -> Any:
     """The memory of a tensor that pickle wrote instead of torch.save."""
     raise NotSupported(
-        "it has tensors that were pickled without torch.save: load it with pickle if you trust it, "
-        "and save what it holds with torch.save"
+        "it has tensors that were pickled without torch.save: if you trust it, load it with "
+        "pickle, and save the result with torch.save"
     )
 
 

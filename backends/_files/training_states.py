@@ -84,8 +84,8 @@ def numbered(index: Index, node: Tree, name: str) -> Node:
     unknown = [key for key in state.keys if key not in numbers]
     if unknown:
         raise UnsupportedLeaf(
-            f"{name!r}: no group of 'param_groups' has the parameter {quoted(unknown[0])}, of "
-            "which there is a state"
+            f"{name!r}: 'state' has an entry for the parameter {quoted(unknown[0])}, but no group "
+            "in 'param_groups' has that parameter"
         )
     slots = {numbers[key]: child for key, child in children_by_key(state).items()}
     return dict_node({"state": dict_node(slots), "param_groups": _list(new_groups)})

@@ -183,7 +183,7 @@ def _in_safetensors(
     _check(facts.dtype, chunk, tensor.dtype, tensor.shape)
     start = header.offsets.get(name, chunk.box.start)
     if start != chunk.box.start:
-        raise _contradicts(facts.dtype, chunk, f"the part of it that begins at {list(start)}")
+        raise _contradicts(facts.dtype, chunk, f"the part that begins at {list(start)}")
     return FileBox(chunk.box, tensor.elements)
 
 

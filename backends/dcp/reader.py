@@ -61,7 +61,7 @@ def open(files: Files, hints: Mapping[str, Any]) -> Reader | None:
         if not files.exists(METADATA):
             if any(map(_DATA.fullmatch, files.here)):
                 raise CheckpointNotFound(
-                    f"no checkpoint at {files.location}: files of torch's DCP are there, and no "
+                    f"no checkpoint at {files.location}: there are files of torch's DCP, but no "
                     f"{METADATA}, which is written last: the save is under way or failed, or the "
                     f"folder was not copied as a whole. Open an earlier one, or copy {METADATA}"
                 )
@@ -150,7 +150,7 @@ def check_files(files: Files, metadata: Metadata) -> None:
     listed_files = set[str]() if files.location.is_local else set(files.names)
     for file, name in sorted(needed.items()):
         if file not in listed_files and not files.exists(file):
-            raise files.incomplete(f"there is no file {file}, which holds data of {quoted(name)}")
+            raise files.incomplete(f"the file {file}, with data of {quoted(name)}, is missing")
     for file, name in sorted(metadata.compressed.items()):
         zstandard(f"{files.location}: {quoted(name)} in {file}")
 

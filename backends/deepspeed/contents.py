@@ -97,7 +97,7 @@ class Contents:
         if states and (None in every or self._optimizers):
             raise self.folder.files.damaged(
                 "some optimizer files of experts (expp_rank_*_optim_states.pt) have no state, or "
-                "there are also those of ZeRO; are the files of one save?"
+                "there are also optimizer files of ZeRO; are the files of one save?"
             )
         if own_states and len(own_states) != len(of_models):
             raise self.folder.files.damaged(

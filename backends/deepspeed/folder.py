@@ -164,8 +164,8 @@ def _grid(
         every = itertools.product(*map(range, counts))
         mp, other = next(rank for rank in every if rank not in by_rank)
         raise files.incomplete(
-            f"of the files such as {next(iter(matches))}, that of {kind} rank {other} and "
-            f"model-parallel rank {mp} is missing, of {counts[1]} x {counts[0]}"
+            f"the file of {kind} rank {other} and model-parallel rank {mp} is missing, one of "
+            f"{counts[1]} x {counts[0]} files such as {next(iter(matches))}"
         )
     return [[by_rank[mp, other] for other in range(counts[1])] for mp in range(counts[0])]
 

@@ -338,7 +338,7 @@ def _affine_piece(
         return None
     last = from_[0] + sum((n - 1) * s for n, s in zip(shape, from_[1], strict=True))
     if last >= count or parameter_place[0] >= math.prod(logical):
-        raise BadInfo(f"a piece of its affine map lies outside of what rank {rank} holds")
+        raise BadInfo(f"a piece of its affine map lies outside of the elements of rank {rank}")
     # The piece is a box of the parameter: each of its dimensions is one of the parameter's.
     matched = _dimensions(shape, parameter_place[1], logical)
     start = unraveled(parameter_place[0], logical)

@@ -73,7 +73,7 @@ def _evenly(
     if groups[0].partitions != ranks:
         raise model.file.files.unsupported(
             f"{optimizers[0].file.name} says that {groups[0].partitions} ranks share the "
-            f"parameters, and there are files of {ranks}: a rank's files are missing, or a subset "
+            f"parameters, but there are files of {ranks}: a rank's files are missing, or a subset "
             "of the ranks holds everything (MiCS), which unickpt does not read"
         )
     parts = {name: -(-math.prod(shape) // ranks) for name, shape in shapes.items()}
@@ -119,7 +119,7 @@ def frozen(models: Sequence[ModelFileState]) -> dict[str, TensorSource]:
             if flat is None or flat.count < needed:
                 raise model.file.damaged(
                     f"array 'module/{name}': it has {flat.count if flat else 'none'} of the "
-                    f"{needed} elements that rank {rank} of {len(models)} holds"
+                    f"{needed} elements that rank {rank} of {len(models)} should have"
                 )
         sources[name] = _even([model.frozen[name] for model in models], shape, 0, part)
     return sources
@@ -191,7 +191,7 @@ def _common_slots(
     """The slots that all ranks have, with the same dtypes."""
     dtypes = [{slot: flat.dtype for slot, flat in group.slots.items()} for group in groups]
     files = [optimizer.file for optimizer in optimizers]
-    same_everywhere(zip(files, dtypes, strict=True), "what the optimizer holds of a parameter")
+    same_everywhere(zip(files, dtypes, strict=True), "the optimizer's state of a parameter")
     return list(groups[0].slots)
 
 
@@ -241,7 +241,7 @@ def _global(
     match = EXPERT.fullmatch(name)
     if match is None or int(match[2]) >= numbers[match[1]]:
         raise model.file.unsupported(
-            f"{members[0]} ranks share {quoted(name)}, as those of an expert do, but its "
-            "name is not that of an expert (deepspeed_experts.<number>)"
+            f"{members[0]} ranks share {quoted(name)} like a parameter of an expert, but its name "
+            "is not an expert's (deepspeed_experts.<number>)"
         )
     return f"{match[1]}{members[1] * numbers[match[1]] + int(match[2])}{match[3]}"

@@ -172,7 +172,7 @@ def _box(piece: merging.RankPiece, source: TensorSource) -> FileBox:
     if len(extents) != len(expected) or any(
         n > 1 and a != b for n, a, b in zip(extents, piece.strides, expected, strict=True)
     ):
-        raise merging.Unsupported("a rank holds it in another order than row-major, and in pieces")
+        raise merging.Unsupported("a rank stores it in pieces, and not in row-major order")
     start = unraveled(piece.first, source.shape) if source.count else (0,) * len(extents)
     first = source.first + sum(a * s for a, s in zip(start, source.steps, strict=True))
     return FileBox(piece.box, source.elements, first, source.steps)

@@ -70,19 +70,19 @@ class StateFile:
     def a_dict(self, value: Any, what: str) -> dict[Any, Any]:
         """A value that must be a dict."""
         if not isinstance(value, dict):
-            raise self.damaged(f"{what} holds no dict, but {kind_of(value)}")
+            raise self.damaged(f"{what} contains {kind_of(value)}, not a dict")
         return value
 
     def a_list(self, value: Any, what: str) -> Sequence[Any]:
         """A value that must be a list or a tuple."""
         if not isinstance(value, list | tuple):
-            raise self.damaged(f"{what} is no list, but {kind_of(value)}")
+            raise self.damaged(f"{what} is {kind_of(value)}, not a list")
         return value
 
     def source(self, value: Any, what: str) -> TensorSource:
         """A value that must be a tensor."""
         if not isinstance(value, Tensor):
-            raise self.damaged(f"{what} is no tensor, but {kind_of(value)}")
+            raise self.damaged(f"{what} is {kind_of(value)}, not a tensor")
         with naming(self.files.location, what):
             where = self.torch.box(value)
         return TensorSource(value.dtype, value.shape, where.elements, where.first, where.strides)
@@ -354,7 +354,7 @@ def _slots(file: StateFile, inner: Any, count: int) -> tuple[list[dict[Any, Any]
 def _partition_counts(file: StateFile, value: Any, count: int) -> Sequence[int]:
     counts = [value] * count if type(value) is int else file.a_list(value, "partition_count")
     if len(counts) != count or not all(type(n) is int and n > 0 for n in counts):
-        raise file.damaged(f"its partition_count, {quoted(value)}, is not that of {count} groups")
+        raise file.damaged(f"its partition_count, {quoted(value)}, does not fit {count} groups")
     return counts
 
 

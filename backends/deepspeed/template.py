@@ -123,7 +123,7 @@ def _slot(files: Files, path: str) -> _TemplateSlot:
     if isinstance(value, int | float):
         return _TemplateSlot((), None, extras)
     if not isinstance(value, Tensor):
-        raise ValueError(f"template: {files.location}/{path} holds no tensor")
+        raise ValueError(f"template: {files.location}/{path} contains no tensor")
     return _TemplateSlot(value.shape, value.dtype, extras)
 
 
@@ -145,8 +145,8 @@ def _why_not(leaf: str, states: Mapping[str, Mapping[str, str]]) -> str:
     """Why the template has no place for a leaf."""
     if leaf.startswith(f"{_STEP}/") and not any(_STEP in slots for slots in states.values()):
         return (
-            "as DeepSpeed resumes from one step for all, that of the template (in "
-            "zero/optimizer_state.pt); drop it if that is the same"
+            "because DeepSpeed resumes all parameters from one step, the template's (in "
+            "zero/optimizer_state.pt); drop it if the two are equal"
         )
     return "which is not trained in the template"
 

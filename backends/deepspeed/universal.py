@@ -86,8 +86,8 @@ def _value(file: StateFile, name: str, slot: str, shape: tuple[int, ...] | None)
         return source
     if shape is None:  # plain ZeRO 3 does not store it
         raise file.files.unsupported(
-            f"{what} is stored flat, and there is no model file (*_model_states.pt) that has "
-            "its shape; copy those of the source next to it"
+            f"{what} is stored flat, and no model file (*_model_states.pt) has its shape; copy "
+            "the model files of the source next to it"
         )
     if source.count != math.prod(shape) or not source.is_row_major:
         raise file.damaged(

@@ -52,8 +52,8 @@ _HINT = (
     "step/<parameter>, and module/<buffer>; give them these names by rules, and drop all others"
 )
 _UNTRAINED_HINT = (
-    "untrained=True (--untrained) writes what no optimizer trains all the same, for a line of your "
-    "own after load_checkpoint (docs/formats/writing.md)"
+    "untrained=True (--untrained) also writes arrays that no optimizer trains, for code of yours "
+    "to load after load_checkpoint (docs/formats/writing.md)"
 )
 
 

@@ -142,7 +142,7 @@ class _Finding:
         for slot, leaves in slots.items():
             missing = [name for name, owner in owners.items() if owner not in leaves]
             self.problems += [
-                f"{slot}/{n} is missing, other slots of it are there" for n in missing
+                f"{slot}/{n} is missing, but the parameter has other slots" for n in missing
             ]
         if not owners:
             self.problems.append(

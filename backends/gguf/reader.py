@@ -211,7 +211,7 @@ def _headers(files: Files, name: str) -> Sequence[_GGUFHeader]:
     match = loose_files.GGUF_PART.fullmatch(name)
     if match is None or type(count) is not int or int(match[2]) != count:
         raise first.unsupported(
-            f"it is one of {quoted(count)} files, whose names have to be those of llama.cpp, "
+            f"it is one of {quoted(count)} files, which must be named as llama.cpp names them, "
             "<model>-00001-of-00003.gguf for the first of 3: rename them"
         )
     headers = []

@@ -470,7 +470,7 @@ def open(files: Files, hints: Mapping[str, Any]) -> Reader | None:
         reader = Hdf5Reader(files, selection.names[0])
         index = index_of(selection.names[0])
         if index is not None and _is_there(files, index):
-            reader.lacks = f"this is one of several files of a model; open {index} for all of it"
+            reader.lacks = f"this is one of several files of a model; open {index} for the whole"
             reader.beside = (index,)
         return reader
 

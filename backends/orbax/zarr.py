@@ -138,7 +138,7 @@ def _parse_2(metadata: Mapping[str, Any], where: str) -> ZarrArray:
 
 def _parse_3(metadata: Mapping[str, Any], where: str) -> ZarrArray:
     if (metadata["zarr_format"], metadata["node_type"]) != (3, "array"):
-        raise ValueError("it is not that of an array of version 3")
+        raise ValueError("it does not describe an array of version 3")
     shape = _extents(metadata["shape"], 0)
     grid = metadata["chunk_grid"]
     if grid["name"] != "regular":

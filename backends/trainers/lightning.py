@@ -94,7 +94,7 @@ def _checkpoint(index: Index) -> Node:
     keys = node.keys if isinstance(node, Node) and node.kind in _DICTS else ()
     if not isinstance(node, Node) or not {_WEIGHTS, STORED_TYPES} & {*keys}:
         raise UnsupportedLeaf(
-            f"it is not a checkpoint of Lightning: it holds no dict with {_WEIGHTS!r}; "
+            f"it is not a checkpoint of Lightning: it contains no dict with {_WEIGHTS!r}; "
             "`--to torch` writes any checkpoint as a file of torch.save"
         )
     pairs = [

@@ -57,7 +57,7 @@ try:
     )
 except ImportError as missing:
     raise ImportError(
-        f"unickpt.integrations.dcp takes the place of functions that torch 2.9 has; this is torch "
+        f"unickpt.integrations.dcp replaces functions of torch 2.9 or later; this is torch "
         f"{torch.__version__}. unickpt.save and unickpt.load take the same state dicts"
     ) from missing
 

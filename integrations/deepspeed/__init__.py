@@ -376,8 +376,8 @@ def _client_state(plain: Mapping[str, Any], path: str) -> dict[str, Any]:
         same_ranks = len(every) == dist.get_world_size()
         if not same_ranks and not state.all_equal:
             _log.warning(
-                "%s: the client_state of %d ranks differs, and there are %d now: all get that of "
-                "rank 0", *(path, len(every), dist.get_world_size()),
+                "%s: the client_state differs between the %d ranks that saved it, and there are "
+                "%d now: all get rank 0's client_state", *(path, len(every), dist.get_world_size()),
             )  # fmt: skip
             rank = 0
         state = unpacked(every[rank % len(every)], f"{path}: client_state")

@@ -104,7 +104,7 @@ def made(stored: Checkpoint, custom_objects: Mapping[str, Any] | None, safe_mode
             safe_mode=safe_mode,
         )
         if not isinstance(model, keras.Model):
-            raise CheckpointCorrupt(f"{stored.location}: its configuration is that of no model")
+            raise CheckpointCorrupt(f"{stored.location}: its configuration describes no model")
         _give_paths(model, stored.metadata.get(VARIABLES))
         if compiled:  # after that: the optimizer names its variables by these paths
             scope = keras.saving.custom_object_scope(dict(custom_objects or {}))

@@ -267,7 +267,7 @@ class ShardedCheckpoints:
         _check_storage_options(storage_options)
         if _is_in_memory(filepath):
             raise InvalidPath(
-                f"{filepath}: memory:// is that of one process, and each rank saves its part; "
+                f"{filepath}: memory:// belongs to one process, but each rank saves its part; "
                 "save to a local folder that all ranks see, or to s3:// or gs://"
             )
         io = self.checkpoint_io

@@ -216,7 +216,7 @@ def read(
     node = unwrapped(structure_of(stored))
     if not isinstance(node, Node) or node.kind not in ("dict", "ordereddict"):
         raise UnsupportedFormat(
-            "the checkpoint is not one of Lightning: it holds no dict; load it with unickpt.load"
+            "this is not a checkpoint of Lightning: it is not a dict; load it with unickpt.load"
         )
     index, leaves, where = stored.index, dict[str, Any](), str(stored.location)
     types = parsed_types(index.values.get(STORED_TYPES, "{}"), where, _BY_NAME)

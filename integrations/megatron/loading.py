@@ -37,7 +37,7 @@ from unickpt.integrations.megatron.stored import StoredItems
 
 _OWN = {"format": "unickpt"}  # also where files of Megatron's lie next to it
 _LACKING = (
-    "{} lacks sharded objects that the state dict asks for. Objects, such as the states of random "
+    "{} lacks sharded objects that the state dict requests. Objects, such as the states of random "
     "generators, keep the parallel sizes with which they were saved: leave them out of the state "
     "dict with other sizes (Megatron-LM does that), or load with strict='log_unexpected'"
 )

@@ -33,9 +33,9 @@ _BUCKET = re.compile(
 _OF_GROUP = re.compile(r"(?:chained_\d+\.)?optimizer\.distributed\.dp_group_idx_\d+\.(\w+)")
 _GROUP = re.compile(r"\.dp_group_idx_\d+\.")
 _NEEDED = (
-    "the state of the distributed optimizer is in flat buckets (dp_reshardable), in which only the "
-    "optimizer knows its parameters: pass optimizer=, as in {strategy}(optimizer=optimizer), or "
-    "save with --dist-ckpt-optim-fully-reshardable"
+    "the state of the distributed optimizer is in flat buckets (dp_reshardable), and only the "
+    "optimizer knows where its parameters are in them: pass optimizer=, as in "
+    "{strategy}(optimizer=optimizer), or save with --dist-ckpt-optim-fully-reshardable"
 )
 _GROUPS = ("model_float16_groups", "model_fp32_groups", "float16_groups", "fp32_from_fp32_groups")
 

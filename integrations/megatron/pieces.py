@@ -89,8 +89,9 @@ def flat_pieces(
     if not _is_ordered(shape, where.strides):
         raise UnsupportedLeaf(
             f"{sharded.key!r}: a ShardedTensorFactory changes the order of its parameter's "
-            "elements, so flat ranges of the optimizer's state are no boxes of it; save with "
-            "--dist-ckpt-optim-fully-reshardable (distrib_optim_sharding_type='fully_reshardable')"
+            "elements, so flat ranges of the optimizer's state are not boxes of the parameter; "
+            "save with --dist-ckpt-optim-fully-reshardable "
+            "(distrib_optim_sharding_type='fully_reshardable')"
         )
     pieces = []
     for start, stop in boxes_between(shape, where.strides, where.offset, first, after):

@@ -270,8 +270,8 @@ class TorchtitanCheckpointManager(base.BaseCheckpointManager):
             if older:
                 do = f"resume from an earlier step with load_step={max(older)}"
             raise LoadMismatch(
-                f"{path} holds only the model, as the last save of a training does "
-                f"(last_save_model_only); {do}, or begin another training with initial_load_path="
+                f"{path} contains only the model, like the last save of a training run "
+                f"(last_save_model_only); {do}, or begin another run with initial_load_path="
             )
         request = dcp.RequestedState(states)
         request.stored = stored

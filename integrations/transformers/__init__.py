@@ -422,7 +422,7 @@ def _check(trainer: Any, trial: Any) -> None:
     accelerator = trainer.accelerator
     refused = {
         "trial: hyperparameter search saves into folders of its own": trial is not None,
-        "save_only_model=True: a checkpoint is one thing; use hf_files=True": args.save_only_model,
+        "save_only_model=True: a checkpoint has all state; use hf_files=True": args.save_only_model,
         "save_on_each_node=True: all processes save into one storage": args.save_on_each_node,
         "auto_find_batch_size=True: it starts again in the same folder": args.auto_find_batch_size,
         "enable_jit_checkpoint=True: use a UnickptCallback, and SaveEvery(preemption=True)": (
@@ -431,7 +431,7 @@ def _check(trainer: Any, trial: Any) -> None:
         "push_to_hub=True with hub_strategy other than 'end': steps are saved in the background": (
             args.push_to_hub and args.hub_strategy != "end"
         ),
-        "save_total_limit: the given Checkpointer says what is kept": (
+        "save_total_limit: the given Checkpointer decides which steps are kept": (
             has_checkpointer and args.save_total_limit is not None
         ),
         "load_best_model_at_end=True with a Checkpointer of your own, which may remove it": (

@@ -80,7 +80,7 @@ def foreign(output_dir: str) -> str:
     if not entries:
         raise ValueError(
             f"No valid checkpoint found in output directory ({output_dir}), and "
-            "resume_from_checkpoint=True asks for one"
+            "resume_from_checkpoint=True requires one"
         )
     return str(max(entries)[1])
 

@@ -173,8 +173,9 @@ def _parts_text(view: View, source: str) -> str:
     if any(part.endswith("/_parameters") for part in counts):
         module = " It is a whole module of torch: save its state_dict() there for all its arrays."
     return (
-        f"{source} has more than arrays. To export a part of it, pass {', or '.join(parts)}{more}; "
-        f"on the command line, --under {shown[0][0]}.{module} The whole is refused:\n"
+        f"{source} contains more than arrays. To export a part of it, pass {', or '.join(parts)}"
+        f"{more}; on the command line, --under {shown[0][0]}.{module} "
+        "The whole cannot be exported:\n"
     )
 
 
@@ -318,8 +319,8 @@ def with_needed(
         largest = max(entries, key=lambda entry: entry.nbytes)
         raise UnsupportedLeaf(
             f"{quoted(largest.name)}: {largest.dtype_and_shape} is written in one piece with "
-            f"others, {total} bytes in all, which takes budget_bytes={total * _SHARE}; or drop it "
-            f"by a rule: {largest.name} <-> drop"
+            f"others, {total} bytes in all: set budget_bytes={total * _SHARE}, or drop it by a "
+            f"rule: {largest.name} <-> drop"
         )
     boxes = [(entry, Box.whole(entry.shape)) for entry in entries]
     read = read_boxes(view, boxes, options, HostBuffers(total))

@@ -98,9 +98,9 @@ class ExportJob:
             if file.size > most:
                 least = -(-file.size * requested.bytes // most)
                 raise errors.UnsupportedLeaf(
-                    f"{self._to.name}: {file.name} has {file.size} bytes, and object storage takes "
-                    f"files as a whole, at most {most} bytes here; use "
-                    f"budget_bytes={least}, files that are smaller, or a local path"
+                    f"{self._to.name}: {file.name} has {file.size} bytes, but object storage "
+                    f"receives each file as a whole, at most {most} bytes here; use "
+                    f"budget_bytes={least}, smaller files, or a local path"
                 )
 
     def run(self, overwrite: bool, verify: Callable[[], None]) -> None:

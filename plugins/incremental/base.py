@@ -57,10 +57,10 @@ _MOST_OF_CHUNK = 0.5
 # values, a patch.
 _COPIES = 16
 FAULTY = (
-    "the base of this save, %s, is damaged or cannot be read; what cannot be taken from it is "
-    "written again: %s"
+    "the base of this save, %s, is damaged or cannot be read; data that cannot be reused from it "
+    "is written again: %s"
 )
-_NEXT = "Nothing was saved; the next save writes all of it"
+_NEXT = "Nothing was saved; the next save writes all data"
 
 
 @dataclass(frozen=True)
@@ -119,9 +119,9 @@ def open_base(location: Location, save: WritingSave, how: How, *, needed: bool) 
         beside = Siblings(reader, chained=patched or how.chained, counted=patched)
         if beside.is_worthwhile():
             return Base(reader, beside, how)
-        why = f"less than half of what is in {beside.base.name} is still in use"
+        why = f"less than half of the data in {beside.base.name} is still in use"
     if needed:
-        _log.info("%s: what it takes of %s is copied: %s", save.location, location, why)
+        _log.info("%s: data reused from %s is copied: %s", save.location, location, why)
         return Base(reader, None, how)
     _log.info("%s: nothing of %s is reused: %s", save.location, location, why)
     return None
@@ -275,7 +275,7 @@ class Base:
         possible."""
         reference = share.take(place)
         if reference is None:
-            self._warn("a file of it can no longer be linked")
+            self._warn("one of its files can no longer be linked")
             return None
         counted_bytes = self._units.get(place.unit, 0)
         if not counted_bytes or place.of is not None:
@@ -364,7 +364,7 @@ class Base:
     def borrow(self, part: Part, number: int) -> Compared | None:
         """Takes a chunk that may be borrowed, without a comparison; None if it must be copied."""
         candidate = self._candidates.get(part, number)
-        assert candidate is not None, "only what may be lent is taken"
+        assert candidate is not None, "only chunks that may be borrowed are borrowed"
         references = self._take(candidate, candidate.places or (), rewrites=False)
         return Compared(candidate.digest, references) if references else None
 

@@ -166,7 +166,7 @@ def _note_spans(
     is_apart, is_taken = np.zeros(len(file), np.bool_), np.zeros(len(file), np.bool_)
     for unit, reference in references.items():
         if reference is not None:
-            assert not isinstance(reference, bytes), "what is in files stays there"
+            assert not isinstance(reference, bytes), "values in files are not written again"
             file[unit], offset[unit], _ = places.place(reference)
             is_taken[unit], is_apart[unit] = True, isinstance(reference, BaseEntry)
     rows = slice(first, first + len(spans.unit))

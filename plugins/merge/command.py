@@ -49,7 +49,8 @@ def command(
     inverse: options.Inverse = False,
     size: options.Sizes = None,
     integers: Annotated[
-        str, typer.Option("--integers", help="equal: must be; last: the last source's are taken.")
+        str,
+        typer.Option("--integers", help="equal: must be equal; last: use those of the last one."),
     ] = "equal",
     allow_nonfinite: Annotated[
         bool, typer.Option("--allow-nonfinite", help="Merge NaN and infinite elements too.")

@@ -317,8 +317,8 @@ def _find_front(
             scores = trials.scores(weights)
             if scores.keys() != set(tasks):
                 raise MergeError(
-                    f"the scores of the weights {list(weights)} are of the tasks {sorted(scores)}, "
-                    f"those of the first trial of {sorted(tasks)}"
+                    f"the weights {list(weights)} have scores for the tasks {sorted(scores)}, but "
+                    f"the first trial has scores for {sorted(tasks)}"
                 )
             study.tell(trial, [scores[task] for task in tasks])
     finally:
@@ -391,7 +391,7 @@ class _Trying:
         front = pareto_front(trials, better)
         if not front:
             raise MergeError(
-                f"of {len(trials)} trials none has finite scores; those of the first are "
+                f"none of {len(trials)} trials has finite scores; the first trial scored "
                 f"{trials[0].scores if ONLY not in better else trials[0].scores[ONLY]}"
             )
         if ONLY in better:

@@ -222,8 +222,8 @@ def _sources(request: MergeRequest) -> list[Source]:
     steps = [step for step in checkpoints_below(request.sources) if _STEP.fullmatch(step.name)]
     if len(steps) < request.last:
         raise CheckpointNotFound(
-            f"{resolve_path(request.sources)}: {len(steps)} steps are committed there, and "
-            f"last={request.last} asks for more"
+            f"{resolve_path(request.sources)}: {len(steps)} steps are committed there, but "
+            f"last={request.last} requests more"
         )
     return [step.path for step in steps[-request.last :]]
 

@@ -152,7 +152,7 @@ class Dimensions:
         """
         parts = [part.opened() for part in parts]
         if any(part.stop > extent for part in parts):
-            raise Irregular("pieces of it overlap in a way that axes do not")
+            raise Irregular("its pieces overlap in a way that axes cannot describe")
         if extent == 1 and not any(part.places for part in parts):
             return []
         outer = self._outer(extent, parts)
@@ -163,7 +163,7 @@ class Dimensions:
             return [self._sum(extent, groups)]
         inner = self._inner(extent, parts)
         if inner is None:
-            raise Irregular("pieces of it overlap in a way that axes do not")
+            raise Irregular("its pieces overlap in a way that axes cannot describe")
         return inner
 
     def _outer(self, extent: int, parts: Sequence[ItemPart]) -> list[Item] | None:

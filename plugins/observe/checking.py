@@ -184,11 +184,11 @@ def _reason(name: str, made: Array, want: Side) -> str:
             )
     for other, fact in want.arrays.items():
         if other != name and fact.shape == made.shape and _equal(made, want.whole(other), 0).all():
-            return f"it is what {other!r} holds: two names are exchanged"
+            return f"it has the values of {other!r}: two names are exchanged"
     ours, theirs = np.sort(made, None), np.sort(expected, None)
     if made.dtype == expected.dtype and np.array_equal(ours, theirs):
         return (
-            "both hold the same numbers in another order: look at how heads, or pairs of rotary "
+            "both hold the same numbers in another order: check how heads, or pairs of rotary "
             "dimensions, are ordered"
         )
     return ""

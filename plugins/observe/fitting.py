@@ -193,7 +193,7 @@ class Fit:
             moved = sum(step != 0 for step in side_steps)
             if moved != 1:
                 raise Irregular(
-                    "an axis of it runs along two dimensions at once"
+                    "one of its axes runs along two dimensions at once"
                     if moved
                     else "an element is copied to several places"
                 )
@@ -247,9 +247,9 @@ class Fit:
             elif (source.scale, source.offset) == (1.0, 0.0):
                 kinds.add((1 / piece.scale, -piece.offset / piece.scale))
             else:
-                raise Irregular("parts of it are scaled by several numbers on both sides")
+                raise Irregular("its parts are scaled by different numbers on both sides")
         if len(kinds) > 1:
-            raise Irregular("parts of it are scaled by several numbers")
+            raise Irregular("its parts are scaled by different numbers")
         ((term.scale, term.offset),) = kinds
 
 

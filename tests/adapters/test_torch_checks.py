@@ -115,7 +115,7 @@ def test_an_object_that_refuses_its_state_says_that_a_part_was_loaded(tmp_path: 
     unickpt.save(tmp_path / "c", {"a": np.ones(3), "b": Refuses()})
     with pytest.raises(KeyError) as caught:
         unickpt.load(tmp_path / "c", {"a": np.zeros(3), "b": Refuses()})
-    assert "some hold what was loaded" in caught.value.__notes__[0]
+    assert "some objects of `like` hold new values" in caught.value.__notes__[0]
 
 
 @pytest.mark.parametrize("shape", [(4,), (2, 4)])

@@ -123,7 +123,7 @@ def test_fewer_bits(folder: Path) -> None:
         (("--rules", "my.rules", "--size", "vv=3"), "a size is given for 'vv', which no rule has"),
         (
             ("--rules", "my.rules", *SIZE, "--inverse"),
-            "the rules are the wrong way round: the stored names are those",
+            "the rules are the wrong way round: the stored names match",
         ),
         (("--inverse",), "--inverse and --size need --rules"),
         (("--compression", "xz"), "compression 'xz' is not one of"),

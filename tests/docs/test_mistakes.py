@@ -271,7 +271,7 @@ def test_a_path_without_a_checkpoint_says_what_is_there(run: Path, tmp_path: Pat
     above = f"{tmp_path} has empty, notes, run, stopped."
     assert f"nothing is there; {above}" in not_found(tmp_path / "Run" / "step_1")
     assert f"the folder is empty; {above}" in not_found(tmp_path / "empty")
-    assert "it holds a.txt, and nothing there is a checkpoint" in not_found(tmp_path / "notes")
+    assert "it contains a.txt, but no checkpoint of a known format" in not_found(tmp_path / "notes")
     assert "a save began there and has not been committed" in not_found(tmp_path / "stopped")
     assert f"it is inside of the checkpoint {run}/step_1;" in not_found(run / "step_1" / "w")
     assert "it contains checkpoints but is not one itself (step_1, step_2)" in not_found(run)

@@ -131,7 +131,7 @@ def test_names_that_mean_something_else_are_refused(
 ) -> None:
     with pytest.raises(UnsupportedLeaf, match="no codec can be called 'patches': rename it"):
         save(tmp_path / "c", Zlib("patches"))
-    with pytest.raises(UnsupportedLeaf, match="the codec 'unknown' is registered nowhere"):
+    with pytest.raises(UnsupportedLeaf, match="the codec 'unknown' is not registered"):
         save(tmp_path / "c", Zlib("unknown"))
     door = doors.Door("codecs", "mine", f"{__name__}:OTHER", "acme 1.0")
     monkeypatch.setattr(doors, "find", lambda group, name: door)

@@ -154,7 +154,7 @@ def test_one_renamed_component_is_told_first_and_once() -> None:
         (
             {f"l.{i}.w": np.zeros(2) for i in range(3)},
             {f"module.l.{i}.w": np.zeros(2) for i in range(3)},
-            "what a wrapper (DDP, torch.compile) adds (3 leaves): requested 'module.l.0.w'",
+            "parts that a wrapper (DDP, torch.compile) adds (3 leaves): requested 'module.l.0.w'",
         ),
         (
             {"a": np.zeros((2, 3)), "b": np.zeros((4, 5))},

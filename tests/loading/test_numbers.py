@@ -65,7 +65,7 @@ def test_an_int_fits_or_is_refused(dtype: str) -> None:
             text = rf"n +value +plain int {value} +{dtype}\[\]"
             with pytest.raises(LoadMismatch, match=text) as caught:
                 load(value, np.zeros((), dtype), cast=cast)
-            assert "ask for a wider dtype" in str(caught.value)
+            assert "request a wider dtype" in str(caught.value)
             assert unickpt.load(PATH, {"n": 0}) == {"n": value}  # the other way out
 
 

@@ -70,7 +70,7 @@ def test_moments_of_another_shape_are_refused(make: Any, tmp_path: Path) -> None
     fresh = net()
     resumed = grouped(fresh, True, make)
     said = refused(tmp_path / "c", {"model": fresh, "optim": resumed})
-    assert "moments under 'optim' are of other parameters, such as 'optim/state/0/" in said
+    assert "moments under 'optim' belong to other parameters, such as 'optim/state/0/" in said
     assert "stored [4, 4], requested [4]" in said
     assert "in another order or in other groups" in said
     assert "NamedOptimizer" in said

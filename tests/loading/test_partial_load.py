@@ -92,7 +92,7 @@ def test_the_text_of_a_report_folds_layers_and_is_one_line_of_a_full_load(
     _, report = load(stored, {"layers": layers(12, 2), "new": layers(12, 1)}, strict=False)
     assert str(report).splitlines() == [
         "memory://partial/c: loaded 12 leaves, kept 12, skipped 12",
-        "  kept     new/{0..11}/w  not stored, `like` keeps what it held",
+        "  kept     new/{0..11}/w  not stored, `like` keeps its value",
         "  skipped  old/{0..11}/w  stored, and not requested",
     ]
     assert caplog.messages[-1] == str(report)

@@ -61,7 +61,7 @@ def test_skip_leaves_out_what_only_selects(make: Callable[[Any], Any]) -> None:
     got, report = load(stored, like, only=["a/**", "b"], skip="**/head")
     assert [np.asarray(x).tolist() for x in jax.tree.leaves(got)] == [[0] * 5, [1], [3]]
     assert report.left_out == ("a/head",)
-    assert "left out  a/head  not selected, keeps what it held" in str(report)
+    assert "left out  a/head  not selected, keeps its value" in str(report)
 
 
 def test_what_is_selected_must_fit_as_ever() -> None:
@@ -206,9 +206,9 @@ def test_with_rules_a_name_of_the_other_side_says_so(argument: str) -> None:
     for like in (None, {"params": {"w": np.zeros(2)}}):
         for name in ("model/w", "opt"):
             wrong: Any = {argument: name}
-            with pytest.raises(LoadMismatch, match=f"{name}', which are of the other side") as said:
+            with pytest.raises(LoadMismatch, match=f"{name}', which are on the other side") as said:
                 load(stored, like, rules=rules, **wrong)
-            assert "names of what is loaded" in str(said.value)
+            assert "match requested names" in str(said.value)
             assert "'params/w'" in str(said.value)
 
 

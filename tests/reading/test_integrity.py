@@ -260,7 +260,7 @@ def test_a_key_that_does_not_belong_is_reported(tmp_path: Path) -> None:
     values.write("w/c/7", b"what is this").result()
     values.write("w/zarr.json", b"{}").result()
     assert [d.reason for d in unickpt.verify(folder).damage] == [
-        "'w/zarr.json' differs from what the index describes",
+        "'w/zarr.json' differs from its description in the index",
         "the database has 6 keys, but the index implies 5",
     ]
 

@@ -34,7 +34,7 @@ def load(path: Path, rules: str, stored: str, like: str | None = None, **options
 REFUSED = {
     "an array that no rule takes": (
         "a [i o] <-> b [o i]", "a 3x5, c 2", "b 5x3",
-        ["'c' (float32[2]) is stored, and no rule takes it", "if it is to be left out: c <-> drop"],
+        ["'c' (float32[2]) is stored, and no rule takes it", "to leave it out: c <-> drop"],
     ),
     "an array that no rule makes": (
         "a [i o] <-> b [o i]", "a 3x5", "b 5x3, c 2",

@@ -136,7 +136,7 @@ def test_a_dict_of_renames() -> None:
     assert "c [ <-> d" in str(raised.value)
     with pytest.raises(RuleError, match=r"\{'a': None\}: a rename .* give 'drop'"):
         Rules.parse({"a": None})  # type: ignore[dict-item]
-    with pytest.raises(RuleError, match="takes a text or a dict of renames, not list"):
+    with pytest.raises(RuleError, match="takes a string or a dict of renames, not list"):
         Rules.parse(["a <-> b"])  # type: ignore[arg-type]
 
 

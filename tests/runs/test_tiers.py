@@ -242,7 +242,7 @@ def test_a_copy_that_reads_differently_is_not_committed(
         with monkeypatch.context() as patch:
             patch.setattr(copying_tools, "_copy_values", copy)
             checkpointer.save(1, numbers(1))
-            with pytest.raises(StorageError, match="what was written reads differently: 'large'"):
+            with pytest.raises(StorageError, match="reading back gives something else: 'large'"):
                 checkpointer.wait()
             assert os.listdir(run.root) == [".unickpt.lock"]
         checkpointer.save(2, numbers(2))

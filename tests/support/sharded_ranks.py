@@ -377,7 +377,7 @@ def shards_that_cut_blocks_are_refused(folder: Path) -> None:
         local, mesh, [Shard(0)], run_check=False, shape=torch.Size((14, 3)), stride=(3, 1)
     )
     error = unickpt.errors.ProcessFailed if dist.get_rank() == 3 else unickpt.UnsupportedLeaf
-    fails(error, lambda: save(folder / "c", {"w": weight}), "do not begin and end with blocks")
+    fails(error, lambda: save(folder / "c", {"w": weight}), "not begin and end at block boundaries")
 
 
 @sharded_ranks(4)

@@ -111,7 +111,7 @@ def test_the_name_of_the_type_is_kept_for_people() -> None:
 def test_a_member_that_is_none_is_refused() -> None:
     with pytest.raises(LoadMismatch, match=r"x +member +plain int 7 +plain Color"):
         roundtrip(7, Color.RED)
-    with pytest.raises(LoadMismatch, match="no member of the stored value: ask for a plain value"):
+    with pytest.raises(LoadMismatch, match="no member of the stored value: request a plain value"):
         roundtrip("b", Name.A)
     with pytest.raises(LoadMismatch, match="7 is not a valid Color"):
         roundtrip(unickpt.PerProcess(7), unickpt.PerProcess(Color.RED))

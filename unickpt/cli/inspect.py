@@ -195,7 +195,7 @@ def _print_checkpoint(checkpoint: Checkpoint, everything: bool, by_size: bool) -
         out.print(clean(f"metadata {tree_table.shorten(text, 400)}"))
     if checkpoint.reader.beside:
         text = ", ".join(checkpoint.reader.beside)
-        out.print(clean(f"next to it, and not part of it: {tree_table.shorten(text, 400)}"))
+        out.print(clean(f"next to it, but not part of it: {tree_table.shorten(text, 400)}"))
     meshes = tree_table.meshes_of(index)
     for number, mesh in enumerate(meshes):
         out.print(clean(f"mesh {number if len(meshes) > 1 else ''}".strip() + _mesh(mesh)))
@@ -228,7 +228,7 @@ def _print_rows(out: Console, rows: Sequence[tree_table.OutlineRow]) -> None:
         cells = [[*texts[:3], *texts[5:]] for texts in cells]
     print_table(columns, cells, right=("fragments", "bytes"), out=out)
     if any(row.count > 1 for row in rows):
-        note = "xN: N that are alike, in one row; its bytes are those of all. --all shows each."
+        note = "xN: one row for N similar leaves, with the bytes of all. --all shows each."
         out.print(Text(note, "dim"))
 
 
@@ -271,7 +271,7 @@ def _totals(checkpoint: Checkpoint) -> Text:
     ]
     bases = ", ".join(quoted(base.name) for base in index.bases)
     if index.bases and checkpoint.reader.under:
-        pieces.append(f"some of it may be in {bases}")
+        pieces.append(f"part of it may be in {bases}")
     elif index.bases:
         pieces.append(f"{size_text(index.reused)} in {bases}, without which it cannot be read")
     elif index.reused:

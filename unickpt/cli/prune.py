@@ -29,7 +29,7 @@ def command(
         str | None, typer.Option("--metric", help="The name of a metric of the steps.")
     ] = None,
     best: Annotated[
-        Literal["min", "max"], typer.Option("--best", help="Which values of it are best.")
+        Literal["min", "max"], typer.Option("--best", help="Which values of --metric are best.")
     ] = "min",
     local: Annotated[
         str | None, typer.Option("--local", help="The fast tier of the run, if it has one.")

@@ -142,7 +142,7 @@ class Record:
             or int(links[0]) != FULL_LINK + 1
             or not (is_next | is_first).all()
         ):
-            raise ValueError("what is added to a chunk is not of one of its chunks")
+            raise ValueError("the added values do not match its chunks")
         for path in self.files:
             if path.startswith("/") or "\0" in path or ".." in path.split("/"):
                 raise ValueError(f"{path[:200]!r} is not a file of the process")

@@ -183,8 +183,8 @@ def configure(entry: ArrayEntry, features: Iterable[object]) -> Codec | None:
             raise ValueError(f"no codec can be called {quoted(codec.name)}: rename it")
         if find(codec.name) is None:
             raise ValueError(
-                f"the codec {quoted(codec.name)} is registered nowhere, so that nothing could read "
-                "the array: give its package an entry point in the group unickpt.codecs, or call "
+                f"the codec {quoted(codec.name)} is not registered, so nothing could read the "
+                "array: give its package an entry point in the group unickpt.codecs, or call "
                 "unickpt.extend.register_codec"
             )
         entry.encoding = ((CODEC_PREFIX + codec.name, tuple(sorted(settings.items()))),)

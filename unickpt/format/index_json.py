@@ -678,6 +678,6 @@ def _per_process(blobs: Any, where: str) -> PerProcessEntry:
     heads = tuple(head or 0 for _, _, head in rows)
     for (size, *_), head in zip(rows, heads, strict=True):
         if head > size:
-            raise BadJSON(f"{where}: its head has {head} bytes, all of it {size}")
+            raise BadJSON(f"{where}: its head has {head} bytes, more than the {size} of the whole")
     table = tuple((size, int(digest, 16)) for size, digest, _ in rows)
     return PerProcessEntry(table, heads if any(heads) else ())

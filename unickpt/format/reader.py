@@ -197,8 +197,8 @@ class Reader(Protocol):
         shown = ", ".join(f"{shortened(e.name, 100)!r} ({e.dtype_and_shape})" for e in largest)
         raise CheckpointCorrupt(
             f"{self.location}: its {len(entries)} arrays would take {nbytes} bytes, but only "
-            f"{stored} bytes are stored of them all; the largest are {shown}. If that is as it "
-            "should be, load less at once with `only`, or into memory of your own with `like`"
+            f"{stored} bytes are stored for all of them; the largest are {shown}. If that is "
+            "correct, load less at once with `only`, or load into your own memory with `like`"
         )
 
     def per_process(

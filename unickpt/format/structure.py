@@ -48,7 +48,7 @@ class KeyChecks:
         expected = codec.zarr_keys(index)
         for different in run(self._different, list(in_batches(expected.items(), _KEYS_AT_ONCE))):
             for key in different:
-                yield "", f"{key!r} differs from what the index describes"
+                yield "", f"{key!r} differs from its description in the index"
         for name in index.per_process:
             try:
                 for stored in self._reader.per_process(name):

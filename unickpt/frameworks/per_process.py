@@ -261,7 +261,7 @@ def decode(stored: StoredValue, where: str, like: Any, adapters: Sequence[Adapte
         return None
     try:
         if stored.is_empty:
-            raise _Misfit("this process saved no value of its own, `like` asks for one")
+            raise _Misfit("this process saved no value of its own, but `like` requests one")
         facts = stored.head.facts
         if facts is None:
             return _decode_value(*stored.section(""), like, adapters)

@@ -438,8 +438,9 @@ def _own_value(
             f"{_leaf_at(view, name)} was saved by {count} processes and is loaded by "
             f"{group.count}. If only some processes of the job load it, give "
             "LoadOptions(group=); else give PerProcess(redistribute=function), which decides "
-            "who gets which value, or a class of `unickpt.data`, which divides a data loader's "
-            "state anew; or load it alone without `like` (a PerProcessValues of all values)."
+            "which process gets which value, or a class of `unickpt.data`, which redistributes a "
+            "data loader's state; or load it alone without `like` (a PerProcessValues of all "
+            "values)."
         )
     return PerProcess(value, like.redistribute)
 

@@ -18,17 +18,17 @@ if TYPE_CHECKING:
 
 _MOST_LINES, _FEWEST_ROWS = 40, 10
 _ADVICE = {
-    "missing": '`like` has leaves that the checkpoint lacks: missing="keep" keeps what they hold; '
-    "abstract ones hold nothing, so leave them out or pass arrays with memory",
+    "missing": '`like` has leaves that the checkpoint lacks: missing="keep" keeps their values; '
+    "abstract ones have none, so leave them out or pass arrays with memory",
     "unexpected": 'the checkpoint has leaves that `like` lacks: unexpected="skip" skips them',
     "dtype": "cast=True casts within one kind (float to float, integer to integer); between kinds, "
     "use rules with `as`",
-    "shape": 'loading never changes a shape: mismatched="keep" keeps what `like` holds there; '
+    "shape": 'loading never changes a shape: mismatched="keep" keeps the value in `like`; '
     "rules transpose, split and join axes",
     "kind": "an array, a plain value and a PerProcess each load only into their own type of leaf; "
     "a plain number (int, float or bool) also loads into a 0-d array of such numbers",
-    "value": "the dtype cannot hold the plain int: ask for a wider dtype, or a plain 0",
-    "member": "the enumeration in `like` has no member of the stored value: ask for a plain value",
+    "value": "the dtype cannot hold the plain int: request a wider dtype, or a plain 0",
+    "member": "the enumeration in `like` has no member of the stored value: request a plain value",
     "PRNG key": "a typed key loads only into a key of the same implementation",
     "overlap": "two leaves of `like` share a part of their memory, for which different values are "
     "stored; copy one of them before loading",
@@ -167,8 +167,8 @@ def _beside(
     patterns = [f"{container}/**" for container in sorted(containers)]
     names = repr(patterns[0]) if len(patterns) == 1 else repr(patterns)
     text = (
-        f"the checkpoint has more than `like` asks for: only={names} loads this part alone, and "
-        'unexpected="skip" skips what else is stored'
+        f"the checkpoint has more than `like` requests: only={names} loads this part alone, and "
+        'unexpected="skip" skips the rest'
     )
     return folded, [f"likely cause: {text}"]
 

@@ -33,15 +33,15 @@ _NOTHING_STORED = (
     "optimizer that has not stepped; keeping the state here would mix two runs"
 )
 _OTHER_OPTIMIZER = (
-    "another optimizer was saved{where}: its groups have {stored}, and those of `like` have "
-    "{requested}. To load all else and let the optimizer in `like` start from scratch, pass "
+    "another optimizer was saved{where}: its groups have {stored}, and the groups in `like` have "
+    "{requested}. To load everything else and let the optimizer in `like` start from scratch, pass "
     "skip={skip!r}"
 )
 _OTHER_PARAMETERS = (
-    "the moments{where} are of other parameters, such as {0.name!r}: stored {0.stored}, requested "
-    "{0.requested}. The optimizer has its parameters in another order or in other groups than when "
-    "it was saved: make them the same. unickpt.adapters.torch.NamedOptimizer stores the state by "
-    "the names of the parameters, in which the order does not matter"
+    "the moments{where} belong to other parameters, such as {0.name!r}: stored {0.stored}, "
+    "requested {0.requested}. The optimizer has its parameters in another order or in other groups "
+    "than when it was saved: make them the same. unickpt.adapters.torch.NamedOptimizer stores the "
+    "state by the names of the parameters, so their order does not matter"
 )
 _NEW_PARAMETERS = (
     "the optimizer{where} has {count} that {verb} not in its groups when it was saved: {names}. "
@@ -49,7 +49,7 @@ _NEW_PARAMETERS = (
 )
 _MOMENTS_UNUSED = (
     "{where}: the optimizer{under} would get no state, but arrays that look like its moments are "
-    "stored and not used: {names}. Map them (with rules: check what `under` says of `include`, "
+    "stored and not used: {names}. Map them (with rules: check `under` of `include`, "
     "and pass NamedOptimizer(optimizer, model)). To let the optimizer start from scratch, pass "
     "skip={skip!r}"
 )

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 Buffers = Sequence[Array]
 
 HALF_FILLED = (
-    "unickpt: this happened after arrays of `like` had been filled, while its objects took what "
-    "was read: some hold what was loaded, and some what they held before"
+    "unickpt: the load failed midway, after arrays of `like` had been filled: some objects of "
+    "`like` hold new values, others old ones"
 )
 
 TargetsByArray = Mapping[str, Mapping[str, ArrayTarget]]

@@ -13,11 +13,11 @@ _MOST_ROWS = 20
 _WITHOUT_CLASS = {
     "object": "a dict",
     "namedtuple": "a namedtuple with its fields",
-    "wrapper": "only what it holds",
+    "wrapper": "only its contents",
 }
 """What containers with their own class become without `like`: no class is looked up by name."""
 
-_NEW = "{}: the load returned a new one, that of `like` was not filled"
+_NEW = "{}: the load returned a new one; the one in `like` was not filled"
 _SHORT = {"older experts": "older", "new objects": "new"}  # in rows
 
 
@@ -60,7 +60,7 @@ class LoadReport:
         >>> _, report = unickpt.load("memory://run/partial", like, strict=False, return_report=True)
         >>> print(report)
         memory://run/partial: loaded 1 leaf, kept 1, skipped 1
-          kept     new  not stored, `like` keeps what it held
+          kept     new  not stored, `like` keeps its value
           skipped  old  stored, and not requested
     """
 
@@ -80,8 +80,8 @@ class LoadReport:
     def _reasons(self) -> dict[str, list[tuple[str, str]]]:
         """Outcomes, named as in `counts`, each with its leaves and the reason for each."""
         return {
-            "kept": [(name, "not stored, `like` keeps what it held") for name in self.kept],
-            "left out": [(name, "not selected, keeps what it held") for name in self.left_out],
+            "kept": [(name, "not stored, `like` keeps its value") for name in self.kept],
+            "left out": [(name, "not selected, keeps its value") for name in self.left_out],
             "skipped": [(name, "stored, and not requested") for name in self.skipped],
             "mismatched": [
                 (name, f"stored {list(stored)}, requested {list(requested)}; unchanged in `like`")

@@ -115,8 +115,8 @@ def _of_the_wrong_side(
 ) -> str:
     return (
         f"{where}: {argument}={quoted(idle)} matches stored names, such as {made_of[0]!r}, which "
-        "are of the other side of the rules. With rules, only= and skip= mean the names of what is "
-        f"loaded, which `like` has and the rules make: {first_few([repr(name) for name in names])}"
+        "are on the other side of the rules. With rules, only= and skip= match requested names, "
+        f"which `like` has and the rules make: {first_few([repr(name) for name in names])}"
     )
 
 

@@ -234,8 +234,9 @@ def _wrappers_text(pairs: Sequence[tuple[str, str]]) -> str:
             "find them; with rules, add `default {m...}/value <-> {m...}`"
         )
     return (
-        f"names differ only in what a wrapper (DDP, torch.compile) adds{_such_as(pairs)}. Put the "
-        "module itself into `like`, not its state_dict(): the wrappers' names are then removed"
+        f"names differ only in the parts that a wrapper (DDP, torch.compile) adds"
+        f"{_such_as(pairs)}. Put the module itself into `like`, not its state_dict(): the "
+        "wrappers' names are then removed"
     )
 
 

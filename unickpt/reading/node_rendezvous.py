@@ -210,7 +210,7 @@ class Arrival(ExitStack):
             link.settimeout(_left(deadline))
             link.connect(self._name)
             if not _is_own(link):
-                raise OSError("another user has taken the name")
+                raise OSError("the socket belongs to another user")
             socket.send_fds(link, [b"\0"], [self._memory])
         except OSError:
             link.close()

@@ -79,7 +79,7 @@ def _names_text(names: Sequence[str]) -> str:
             "stopped. `unickpt watch` on the folder above shows saves under way; load an earlier "
             "step"
         )
-    return f"it holds {_shown(names)}, and nothing there is a checkpoint that is known. {_LIST}"
+    return f"it contains {_shown(names)}, but no checkpoint of a known format. {_LIST}"
 
 
 def _above(location: Location) -> str:

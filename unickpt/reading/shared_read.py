@@ -317,5 +317,5 @@ def _copying(chunk: SharedChunk, box: Box, memory: Array) -> Consumer:
     """A consumer that fills memory with a box of a chunk."""
     source = Unchanged(chunk.entry)
     needed = source.within(box)
-    assert needed is not None, "nobody needs an empty box"
+    assert needed is not None, "an empty box is never requested"
     return Consumer(needed, memory, source)

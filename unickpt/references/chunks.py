@@ -151,7 +151,7 @@ class ValuePlaces:
         places, additions = list[ValuePlace](), list[tuple[int, ...]]()
         for row, comparison in comparisons.items():
             first = comparison.reused[0]
-            assert not isinstance(first, bytes), "only what is added is written again"
+            assert not isinstance(first, bytes), "only added values are written again"
             places.append(self.place(first))
             additions += [
                 (row, link, *self.place(value))

@@ -306,8 +306,8 @@ def _blocks(side: Terms) -> dict[frozenset[str], CompiledExpr]:
         for key in block_keys(term[0]):
             if key in blocks:
                 raise syntax_error(
-                    f"two pieces have the axes {_named(key)}, so that their elements would be "
-                    "taken twice; give the axes different names, or join names of one array by `=`",
+                    f"two pieces have the axes {_named(key)}, so their elements would be "
+                    "used twice; give the axes different names, or join names of one array by `=`",
                     term[0].position,
                 )
             blocks[key] = term[0]

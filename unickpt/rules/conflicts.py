@@ -110,7 +110,7 @@ def keep_ties(candidates: Sequence[Family], entries: Mapping[str, ArrayEntry]) -
         if family.reason is None and not isinstance(family.rule.left, Nothing):
             owners = {tied.get(name) for name in names_of(family, family.rule.left)}
             if owners and None not in owners and family not in owners:
-                family.reason = Unfit("another rule takes it, as tied to another name")
+                family.reason = Unfit("another rule takes it, because it is tied to another name")
 
 
 def _tied(candidates: Iterable[Family], entries: Mapping[str, ArrayEntry]) -> dict[str, Family]:

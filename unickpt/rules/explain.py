@@ -107,7 +107,7 @@ def _without_use(unused: LeafFacts, unmade: LeafFacts, explained: Set[str]) -> I
     for name, text, near in _unexplained(unused, unmade, explained):
         hint = "" if near is None else _missing_rule(name, near)
         if near is None and not said:
-            hint, said = f"\n    if it is to be left out: {printable(name)} <-> drop", True
+            hint, said = f"\n    to leave it out: {printable(name)} <-> drop", True
         yield f"{text} is stored, and no rule takes it{hint}"
 
 
@@ -393,8 +393,8 @@ def unfamiliar(
     ours, theirs = next(iter(have.facts)), exprs_of(relating[0].left)[0].pattern.name
     text = (
         f"none of the {len(relating)} rules applies; is it the right preset, or the right file?\n"
-        f"    stored are names such as {ours!r}, and the rules take names such as '{theirs}';\n"
-        "    a part that all names begin with can be put before those of a preset: "
+        f"    stored names are such as {ours!r}, but the rules take names such as '{theirs}';\n"
+        "    if all stored names begin with a prefix, add it to the names of the preset: "
         "include NAME under PREFIX/ <->"
     )
     return [Problem(text)]
@@ -429,7 +429,7 @@ def backwards(
         swapped = "has its sides swapped: stored names belong on the left"
         return [fault(rule, swapped) for rule in idle]
     text = (
-        "the rules are the wrong way round: the stored names are those of their right side; use "
+        "the rules are the wrong way round: the stored names match their right side; use "
         "`rules.inverse`\n    (on the command line --inverse, or without it if it is given)"
     )
     return [Problem(text)]

@@ -120,7 +120,7 @@ def _text(place: _LiftPlace, is_left: bool) -> str:
     expected = f"names under {place.prefix!r}" if place.prefix else "names without a prefix"
     verb = "are" if len(place.names) > 1 else "is"
     return (
-        f"matches nothing: it takes {expected}, and {counted(list(place.names))} {verb} "
+        f"matches nothing: it takes {expected}, but {counted(list(place.names))} {verb} "
         f"{'stored' if is_left else 'requested'} under {place.other!r}. Correct the prefix: in "
         "`under` of the include, or in the lift"
     )

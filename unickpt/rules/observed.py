@@ -88,8 +88,8 @@ class RulesCheck:
     def __str__(self) -> str:
         what = f"{counted(self.elements, 'element')} of {counted(self.arrays, 'array')}"
         if not self.differences:
-            return f"{what} are what the rules make"
-        lines = [f"{counted(len(self.differences), 'array')} not as the rules make it ({what}):"]
+            return f"{what} are as the rules make them"
+        lines = [f"{counted(len(self.differences), 'array')} not as the rules make them ({what}):"]
         lines += _first(20, [f"  {name!r}: {why}" for name, why in self.differences.items()])
         return "\n".join(lines)
 

@@ -68,8 +68,8 @@ class CompiledExpr:
             affine = math.inf, 0.0
         if not all(map(math.isfinite, affine)):
             raise RuleError(
-                f"{self.position}: the arithmetic divides by 0, or by or through a number that no "
-                "float64 holds: write smaller numbers, or a smaller power"
+                f"{self.position}: the arithmetic divides by 0, or has a number that does not fit "
+                "into a float64: write smaller numbers, or a smaller power"
             )
         return affine
 

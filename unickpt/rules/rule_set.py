@@ -436,7 +436,7 @@ def _lines_of(renames: Mapping[str, str]) -> str:
     """A rule for each entry of a dict, on a line of its own."""
     if not isinstance(renames, Mapping):
         raise RuleError(
-            f"Rules.parse takes a text or a dict of renames, not {type(renames).__name__}; "
+            f"Rules.parse takes a string or a dict of renames, not {type(renames).__name__}; "
             "Rules.load takes the path of a file"
         )
     lines = []

@@ -97,7 +97,7 @@ def remove_retired(location: Location, digest: str, context: ts.Context) -> bool
     """
     if borrowers.need_retired(location, digest, context):
         return False
-    _log.info("removing what was left of %s", location)
+    _log.info("removing the remains of %s", location)
     manifest = borrowed.retired_manifest(location, digest, context)
     if manifest is not None:
         refuse_unknown(location, context, manifest)

@@ -138,7 +138,7 @@ class _SearchedFolder:
                 refuse_unknown(self._location, self._context)
             return orphans
         except UnsupportedFormat as error:
-            _log.warning("nothing of it is cleaned: %s", error)
+            _log.warning("no orphans are removed: %s", error)
             return []
 
     def _search(self) -> Iterator[Orphan]:

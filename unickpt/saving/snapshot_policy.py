@@ -237,7 +237,7 @@ def _lazily(fragment: Fragment) -> Fragment | None:
 
 
 def _unread(box: Box, make_buffer: Callable[[], Array]) -> Array:
-    raise AssertionError("what is not saved is not read")
+    raise AssertionError("data that is not saved is never read")
 
 
 class _NoView(Exception):

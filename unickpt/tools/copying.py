@@ -230,7 +230,7 @@ class VersionCopy:
             if not spared and not resume:
                 raise
             # Existing files may be damaged, or belong to another checkpoint.
-            _log.info("%s: all of it is sent: %s", self.destination, error)
+            _log.info("%s: all files are sent: %s", self.destination, error)
         copy_files(*arguments)
         manifest = self._manifest(None)
         self._check(manifest, ())
@@ -432,7 +432,7 @@ def check_copy(
     if damage := _damage(destination, manifest, skips):
         if at_origin := _damage(origin, original, lambda chunk: False):
             raise CheckpointCorrupt(f"it is damaged: {at_origin}")
-        raise StorageError(f"{destination}: what was written reads differently: {damage}")
+        raise StorageError(f"{destination}: reading back gives something else: {damage}")
 
 
 def _damage(location: Location, manifest: bytes, skips: Callable[[ChunkId], bool]) -> str:

@@ -222,8 +222,8 @@ class _RankFolder:
         )
         if missing is not None:
             raise self._files.incomplete(
-                f"there is no {_EXTRA}/{_EXTRA}_rank_{missing}.pt, but that of process "
-                f"{max(files_by_rank)}"
+                f"{_EXTRA}/{_EXTRA}_rank_{missing}.pt is missing, but the file of process "
+                f"{max(files_by_rank)} exists"
             )
         return [files_by_rank[rank] for rank in range(len(files_by_rank))]
 

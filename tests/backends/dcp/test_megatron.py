@@ -211,7 +211,7 @@ class TestSuite(ReaderSuite):
     [
         ("common.pt", r"common\.pt"),
         (".metadata", r"torch_dist checkpoint, but there is no \.metadata"),
-        ("__1_0.distcp", r"no file __1_0\.distcp, which holds data of 'w'"),
+        ("__1_0.distcp", r"file __1_0\.distcp, with data of 'w', is missing"),
     ],
 )
 def test_a_missing_file_is_named(file: str, message: str, tmp_path: Path) -> None:

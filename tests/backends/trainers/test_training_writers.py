@@ -199,7 +199,7 @@ def test_what_is_no_step_of_an_integration_is_refused(tmp_path: Path) -> None:
     refused(of_trainer(more=1), "trainer", "'more', which a Trainer does not save")
     refused(of_trainer(optimizer={"x": 1}), "trainer", "'optimizer' is not the state of an opt")
     strange = of_trainer(optimizer=optimizer([["a", "b"]]))
-    refused(strange, "trainer", "no group of 'param_groups' has the parameter 'c'")
+    refused(strange, "trainer", "the parameter 'c', but no group in 'param_groups'")
     refused(of_trainer(rng=unickpt.PerProcess({})), "trainer", "'rng' is not what .* drop it by")
     named = of_accelerate(**{"0": {"seen": Pair(1, 2)}})
     refused(named, "accelerate", "registered/0 has a Pair", accelerate={})

@@ -336,7 +336,7 @@ def test_memory_is_that_of_fsspec_as_for_lightning(tmp_path: Path) -> None:
     assert io.load_checkpoint(path)["global_step"] == 3
     io.remove_checkpoint(path)
     assert not fsspec.filesystem("memory").exists(path)
-    with pytest.raises(unickpt.errors.InvalidPath, match="that of one process"):
+    with pytest.raises(unickpt.errors.InvalidPath, match="belongs to one process"):
         Sharded(1, 1).save_checkpoint({}, path)
 
 

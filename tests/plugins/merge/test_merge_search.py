@@ -86,7 +86,7 @@ def test_higher_scores_are_better_by_default_and_infinite_ones_are_none(
     assert report.score is not None
     assert report.score > -0.6
     how = Search(lambda trial: -math.inf, trials=5)
-    with pytest.raises(MergeError, match=r"of \d+ trials none has finite scores; .* -inf"):
+    with pytest.raises(MergeError, match=r"none of \d+ trials has finite scores; .* -inf"):
         unickpt.merge(paths, tmp_path / "n", how=how, options=FAST)
 
 
@@ -234,7 +234,7 @@ def test_no_trial_beats_one_of_the_front(scores: list[tuple[float, ...]]) -> Non
 
 def test_mistakes_with_tasks_are_told(paths: list[Path], tmp_path: Path) -> None:
     tasks = iter([{"a": 1.0}, {"b": 1.0}])
-    with pytest.raises(MergeError, match=r"are of the tasks \['b'\], .* of \['a'\]"):
+    with pytest.raises(MergeError, match=r"for the tasks \['b'\], .* for \['a'\]"):
         unickpt.merge(paths, tmp_path / "m", how=Search(lambda _: next(tasks)), options=FAST)
     how = Search(lambda _: {"a": 1.0}, better={"b": "lower"})
     with pytest.raises(MergeError, match=r"other tasks than \['a'\]"):

@@ -181,7 +181,7 @@ def test_names_that_are_exchanged_and_heads_in_another_order(square: Any) -> Non
     heads = (square * 3).reshape(2, 3, 6).transpose(1, 0, 2).reshape(6, 6)
     right = {"qq": square * 2, "kk": square, "oo": heads}
     found = Rules.parse("q <-> qq\nk <-> kk\no <-> oo").check(left, right)
-    assert "it is what 'kk' holds: two names are exchanged" in found.differences["qq"]
+    assert "it has the values of 'kk': two names are exchanged" in found.differences["qq"]
     assert "the same numbers in another order" in found.differences["oo"]
 
 
@@ -202,7 +202,7 @@ def test_only_some_chunks_are_read(tmp_path: Path) -> None:
     found = rules.check(tmp_path / "a", tmp_path / "b")
     assert found
     assert found.elements < 1000
-    assert str(found).endswith("of 3 arrays are what the rules make")
+    assert str(found).endswith("of 3 arrays are as the rules make them")
     assert rules.inverse.check(tmp_path / "b", tmp_path / "a")
 
 

@@ -221,7 +221,7 @@ def test_loads_are_shown_as_their_reports_say(tmp_path: Path) -> None:
     (load,) = data["loads"]
     assert load["name"] == "step_1"
     assert load["counts"] == {"loaded": 1, "kept": 1, "skipped": 1}
-    assert ["kept", "head", "not stored, `like` keeps what it held"] in load["rows"]
+    assert ["kept", "head", "not stored, `like` keeps its value"] in load["rows"]
     assert data["notes"] == ["1 load is of other checkpoints, and not shown"]
 
 

@@ -109,7 +109,7 @@ def encode(
         if len(longest) > MOST_KEY_BYTES:
             raise Failed(
                 f"the key {quoted(longest.decode())} has {len(longest)} bytes; a database takes "
-                f"at most {MOST_KEY_BYTES}; give what it stores a shorter name"
+                f"at most {MOST_KEY_BYTES}; give the stored leaf a shorter name"
             )
         node = _leaf(keys, places, paths, inline)
         apart = int(places["length"][places["file"] >= 0].sum())

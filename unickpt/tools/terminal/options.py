@@ -31,8 +31,8 @@ HintOption = Annotated[
         "--hint",
         metavar="NAME=VALUE",
         help="Facts that the files of another system's checkpoint lack; may be repeated; the "
-        "value is JSON, or a text. Of GGUF: dequantize=float32 reads quantized tensors as floats. "
-        "Of Megatron: extra_state=true shows what is called _extra_state. Of DeepSpeed, how "
+        "value is JSON, or a string. GGUF: dequantize=float32 reads quantized tensors as floats. "
+        "Megatron: extra_state=true shows the leaves named _extra_state. DeepSpeed: how "
         "tensor-parallel ranks share parameters, by regular expressions, such as "
         "'tp_replicated_parameter_patterns=[\".*norm.*\"]'; likewise "
         "parameter_to_average_patterns, parameter_with_row_parallelism_patterns, "
@@ -47,8 +47,8 @@ Under = Annotated[
     typer.Option(
         "--under",
         metavar="NAME",
-        help="Only this part of it, as if it were all: a container such as model, or a beginning "
-        "of names that ends with a dot.",
+        help="Only this part of it, as if it were the whole: a container such as model, or a "
+        "prefix of names that ends with a dot.",
     ),
 ]
 Verify = Annotated[
