@@ -180,10 +180,14 @@ class Ticker:
         name: of the thread.
         first_s: seconds until the first call.
         longest_s: the longest interval.
+        calls_at_end: whether `close` makes a last call, if there was any.
     """
 
-    def __init__(self, name: str, first_s: float, longest_s: float) -> None:
+    def __init__(
+        self, name: str, first_s: float, longest_s: float, *, calls_at_end: bool = True
+    ) -> None:
         self._name, self._first_s, self._longest_s = name, first_s, max(first_s, longest_s)
+        self._calls_at_end = calls_at_end
         self._closed = threading.Event()
         self._thread: threading.Thread | None = None
         self._calls = 0
@@ -194,12 +198,12 @@ class Ticker:
         self._thread = start(self._run, self._name, daemon=True)
 
     def close(self) -> None:
-        """Ends the calls, with a last one if there was any. When it returns, none is running."""
+        """Ends the calls, with a last one if that is wanted. When it returns, none is running."""
         thread, self._thread = self._thread, None
         self._closed.set()
         if thread is not None:
             thread.join()
-            if self._calls:
+            if self._calls and self._calls_at_end:
                 self._call()
 
     def _run(self) -> None:

@@ -38,8 +38,9 @@ def command(
 ) -> None:
     """Follow the saves of a run until Ctrl-C, from the storage alone.
 
-    Processes report their progress once a save takes more than a few seconds. A shorter one only
-    shows which processes have written something, and which are done.
+    Several processes report their progress from the start of a save, and whether a neighbour on
+    their machine is stopped or waits for a disk. A process that saves alone reports it after five
+    seconds.
 
     \b
     unickpt watch runs/llama

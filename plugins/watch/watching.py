@@ -215,6 +215,7 @@ def _attempt(folder: Location, name: str, attempt: str, context: ts.Context) -> 
     counts = [report.processes for report in reports.values()]
     last = max([*counts, *(p + 1 for p in done | failed | begun | reporters)], default=0)
     processes = min(last, _MOST_PROCESSES)
+    states = progress_reports.seen(reports)
     phases: dict[str, list[int]] = {}
     begun |= reporters
     for process in range(processes):
@@ -224,7 +225,8 @@ def _attempt(folder: Location, name: str, attempt: str, context: ts.Context) -> 
         elif process in done and (report is None or report.phase == WRITE or process):
             phase = DONE
         elif report is not None:
-            phase = report.words
+            state = states.get(process, "")
+            phase = state if state in progress_reports.CAUSES else report.words
         else:
             phase = WORDS[WRITE] if process in begun else NOT_BEGUN
         phases.setdefault(phase, []).append(process)

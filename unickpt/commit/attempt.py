@@ -124,7 +124,7 @@ class Attempt:
         """The record of a process that saves alone: no other process needs to read it."""
         self.has_reports = False
         self._missing = local_folders.count_missing(location.path) if location.is_local else 0
-        self._state = AttemptState.OPEN
+        self.state = AttemptState.OPEN
         self.found: root.State | None = None
         """The root as it was before this attempt wrote anything."""
         self.planned_bytes = 0
@@ -181,29 +181,12 @@ class Attempt:
         """The folder in which a process writes."""
         return self.folder.child(f"{process:05d}")
 
-    def report(self, seconds: float, done_bytes: int, number: int) -> None:
-        """Reports the progress of this process during a long save.
-
-        Arguments:
-            seconds, done_bytes, number: see `Report`.
-        """
-        from unickpt.commit import progress_reports
-
-        self.has_reports = True
-        phase = progress_reports.WAIT if self.awaits_records else progress_reports.COMMIT
-        if self._state in (AttemptState.OPEN, AttemptState.WRITING):
-            phase = progress_reports.WRITE
-        facts = seconds, done_bytes, self.planned_bytes, self.group.count, number
-        report = progress_reports.Report(phase, *facts)
-        records = self.folder.child("records").store(self.context)
-        progress_reports.write(records, self.group.index, report)
-
     def explained(self, error: Exception) -> Exception:
         """The error to raise: storage errors and a lack of memory as ours, or `SaveConflict` if
         another job committed here, which removes the files of attempts that lost."""
         if isinstance(error, MemoryError):
             return out_of_memory(f"saving to {self.location}", error)
-        if not isinstance(error, StorageError) or self._state is AttemptState.OPEN:
+        if not isinstance(error, StorageError) or self.state is AttemptState.OPEN:
             return error
         try:
             if self.may_remove or self.group.index > 0:
@@ -284,13 +267,13 @@ class Attempt:
 
     def become(self, state: AttemptState) -> None:
         """Enters a state; the only place where it changes."""
-        assert state in NEXT[self._state], f"{self._state} -> {state}"
-        self._state = state
+        assert state in NEXT[self.state], f"{self.state} -> {state}"
+        self.state = state
 
     @property
     def may_remove(self) -> bool:
         """Whether it is certain that no process commits the output of this process."""
-        return self._state in REMOVABLE or (not self.is_alone and self.notes.settled)
+        return self.state in REMOVABLE or (not self.is_alone and self.notes.settled)
 
     def sync(self, folder: Location) -> None:
         """Makes the entries of a folder durable, and of those above it."""

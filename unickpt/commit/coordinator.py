@@ -62,7 +62,13 @@ class Coordinator:
         self._location, self._processes = attempt.location, range(attempt.group.count)
         self._more: Records = ()  # of processes that wrote chunks of others, too
 
-    def commit(self, index: Index, digest: int, check: Callable[[Index], None]) -> Committed:
+    def commit(
+        self,
+        index: Index,
+        digest: int,
+        check: Callable[[Index], None],
+        committed: Callable[[], None] = lambda: None,
+    ) -> Committed:
         """Merges and commits the output of all processes.
 
         Arguments:
@@ -70,6 +76,7 @@ class Coordinator:
             digest: of that index, as in the coordinator's record.
             check: called right before the commit, with the merged output of all processes; an error
                 prevents it.
+            committed: called right after the commit, before files are removed.
 
         Raises:
             ProcessFailed, SaveTimeout: another process gave up, or is late.
@@ -97,6 +104,7 @@ class Coordinator:
         check(merged.index)
         self._write_root(manifest)
         attempt.become(AttemptState.COMMITTED)
+        committed()
         self._remove_older_attempts(older)
         return Committed(totals, merged, statistics_of(records, self._more))
 

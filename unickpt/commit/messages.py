@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any, Final, Literal, TypeVar
 
 import msgspec
 import numpy as np
@@ -174,7 +174,13 @@ def statistics_of(records: Records, more: Records) -> tuple[Mapping[str, float],
 
 
 OK, MORE = ".ok", ".more"
+FAILED: Final = "failed"
+Verb = Literal["failed", "died", "is silent"]
+"""How a process has ended: as it said itself; or as others see, as its id, or its signs of life,
+are gone."""
 REQUEST, DESCRIPTION = "request", "description-{:016x}"
+REQUESTED = dict[int, dict[str, list[int]]]
+"""A request: for each process, arrays and the positions of their chunks."""
 _COMMIT, _ERROR, _LEFT = "commit", "error-", "left-"
 _ERROR_NAME = re.compile(_ERROR + r"(\d{5,9})")
 _LEFT_NAME = re.compile(_LEFT + r"(\d{5,9})-(\d{1,4})")
@@ -281,7 +287,12 @@ class Notes:
             read = [self._notes.read(f"{_ERROR}{process:05d}") for process in errors[:8]]
             error_notes = [parse_note(r.result().value, _ErrorNote) or _ErrorNote() for r in read]
             self.settled = self.settled or any(note.settles for note in error_notes)
-            error = ProcessFailed(f"process {errors[0]} failed: {error_notes[0].message}")
+            # Of a process that died, rather than of those that have learned of it.
+            process, note = next(
+                (pair for pair in zip(errors, error_notes, strict=False) if pair[1].verb != FAILED),
+                (errors[0], error_notes[0]),
+            )
+            error = ProcessFailed(f"process {process} {note.verb}: {note.message}")
             error.refused = all(note.refused for note in error_notes)
             raise error
         return notes
@@ -343,7 +354,7 @@ class Notes:
             StorageError: the request cannot be decoded.
         """
         data = self._notes.read(REQUEST).result().value
-        request = parse_note(data, dict[int, dict[str, list[int]]])
+        request = parse_note(data, REQUESTED)
         if request is None:
             raise StorageError(f"{self._folder}: the note {REQUEST!r} of process 0 is damaged")
         return request.get(self._group.index, {})
@@ -359,6 +370,17 @@ class Notes:
     def clear_records(self) -> None:
         """Removes the records, which are not needed after the commit."""
         self._folder.child("records").remove(self._context)
+
+
+def end_note(process: int, verb: Verb, evidence: str) -> tuple[str, bytes]:
+    """The name and the value of a note about a process that has ended without one. It settles
+    nothing: the last request of the process may still arrive.
+
+    Arguments:
+        process: which one.
+        verb, evidence: how its end was found.
+    """
+    return f"{_ERROR}{process:05d}", msgspec.json.encode(_ErrorNote(evidence, verb=verb))
 
 
 def _list(store: KvStore) -> set[str]:
@@ -397,11 +419,12 @@ class Announcement:
 
 @dataclass(frozen=True)
 class _ErrorNote:
-    """The note of a process that gave up; see `Notes.publish_error`."""
+    """The note of a process that gave up, or died; see `Notes.publish_error`."""
 
     message: str = "its error message cannot be read"
     settles: bool = False
     refused: bool = False
+    verb: Verb = FAILED
 
 
 def parse_note(data: bytes | str, kind: type[T]) -> T | None:

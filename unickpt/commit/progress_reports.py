@@ -1,26 +1,32 @@
-"""Progress reports of processes in a late save: one small object each, which is overwritten.
+"""Progress reports of processes in a save: one small object each, which is overwritten.
 
-It lies next to the records, because only the coordinator and a watcher of the run list these often.
+In a save of several processes they are also the signs of life (`liveness`). It lies next to the
+records, because only the coordinator and a watcher of the run list these often.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
 import msgspec
 
 from unickpt.commit.messages import parse_note
+from unickpt.frameworks import process_states
+from unickpt.frameworks.process_states import DISK, RUNS, STOPPED, Identity
 from unickpt.storage.errors import Damaged
 from unickpt.storage.kvstore import KvStore
 
 _SUFFIX = ".at"
-_BYTES = 256
+_BYTES = 512
 WRITE, WAIT, COMMIT = "write", "wait", "commit"
 WORDS = {WRITE: "writing", WAIT: "waiting", COMMIT: "committing"}
 """The phases that a process reports, and what it does in each."""
+CAUSES = process_states.CAUSES
+"""The states in which a process makes no progress."""
 NOT_BEGUN, DONE = "not begun", "done"
+_State = Annotated[str, msgspec.Meta(pattern=rf"\A({RUNS}|{STOPPED}|{DISK})\Z")]
 _Phase = Annotated[str, msgspec.Meta(pattern=rf"\A({'|'.join(WORDS)})\Z")]
 _Seconds = Annotated[float, msgspec.Meta(ge=0, lt=1e9)]
 _Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
@@ -37,6 +43,8 @@ class Report:
         total: the logical bytes of its part.
         processes: how many save together.
         number: how many reports it has already written.
+        identity: of the process; None if it saves alone.
+        neighbours: the states of its neighbours, as far as it sees them (`process_states`).
     """
 
     phase: _Phase
@@ -45,6 +53,8 @@ class Report:
     total: _Count
     processes: _Count
     number: _Count = 0
+    identity: Identity | None = None
+    neighbours: Annotated[tuple[tuple[_Count, _State], ...], msgspec.Meta(max_length=2)] = ()
 
     @property
     def words(self) -> str:
@@ -72,9 +82,27 @@ def read(records: KvStore, processes: Sequence[int]) -> dict[int, Report]:
     Raises:
         Failed: the storage failed.
     """
-    reads = [(p, reading(records, name_of(p), _BYTES)) for p in processes]
+    reads = [(process, _reading(records, process)) for process in processes]
     reports = {process: decode(read()) for process, read in reads}
     return {process: report for process, report in reports.items() if report is not None}
+
+
+def read_data(records: KvStore, process: int) -> bytes:
+    """The bytes of a process's report, which `decode` takes. Raises as `read`."""
+    return _reading(records, process)()
+
+
+def _reading(records: KvStore, process: int) -> Callable[[], bytes]:
+    return reading(records, name_of(process), _BYTES)
+
+
+def seen(reports: Mapping[int, Report]) -> dict[int, str]:
+    """The states of processes, as their neighbours report them.
+
+    Arguments:
+        reports: of the neighbours.
+    """
+    return {process: state for report in reports.values() for process, state in report.neighbours}
 
 
 def padded(data: bytes, size: int) -> bytes:

@@ -20,10 +20,11 @@ from unickpt import quoting
 from unickpt.commit import progress_reports
 from unickpt.commit.attempt import Attempt
 from unickpt.commit.messages import OK, parse_note
-from unickpt.commit.progress_reports import COMMIT, NOT_BEGUN, WORDS, WRITE
+from unickpt.commit.progress_reports import COMMIT, NOT_BEGUN, WORDS, WRITE, Report
 from unickpt.errors import SaveTimeout
 from unickpt.frameworks.members import legend
 from unickpt.frameworks.process_group import members_of
+from unickpt.frameworks.process_states import CAUSES, state_of
 from unickpt.storage.kvstore import KvStore
 
 _log = logging.getLogger("unickpt")
@@ -163,9 +164,26 @@ class Waits:
         """
         named = list(late[:_NAMED])
         reports = progress_reports.read(self._records, named)
-        return Late(
-            len(late), {p: reports[p].words if p in reports else self._seen(p) for p in named}
-        )
+        phases = {p: reports[p].words if p in reports else self._seen(p) for p in named}
+        return Late(len(late), phases | self._causes(reports))
+
+    def _causes(self, reports: Mapping[int, Report]) -> dict[int, str]:
+        """Why processes make no progress: as this one sees, or as their neighbours have reported.
+
+        Arguments:
+            reports: of the processes.
+        """
+        states = {
+            process: state_of(report.identity, threads=True)
+            for process, report in reports.items()
+            if report.identity is not None
+        }
+        unseen = [process for process, state in states.items() if state is None]
+        beside = {(process + step) % self._group.count for process in unseen for step in (-1, 1)}
+        witnesses = progress_reports.read(self._records, sorted(beside))
+        reported = progress_reports.seen(witnesses)
+        states |= {process: reported.get(process) for process in unseen}
+        return {process: state for process, state in states.items() if state in CAUSES}
 
     def _coordinator(self) -> Late:
         """The activity of the coordinator; if it waits, also for which processes."""
@@ -212,5 +230,5 @@ def _late(data: bytes) -> tuple[Late, float] | None:
     if note is None or not 0 < len(note.phases) <= note.count:
         return None
     late = Late(note.count, dict(note.phases))
-    is_known = {NOT_BEGUN, *WORDS.values()}.issuperset(late.phases.values())
+    is_known = {NOT_BEGUN, *WORDS.values(), *CAUSES}.issuperset(late.phases.values())
     return (late, note.again_s) if is_known else None

@@ -22,6 +22,7 @@ from unickpt.errors import ProcessFailed
 
 if TYPE_CHECKING:
     from unickpt.frameworks.members import Members
+    from unickpt.frameworks.process_states import Identity
 
 Bytes = NDArray[np.uint8]
 _PATIENCE_S = 1.0
@@ -139,6 +140,13 @@ def within(group: Group, timeout_s: float) -> Group:
 def members_of(group: Group) -> Members | None:
     """The processes of a framework's job in a group; None for a whole job."""
     return group.members if isinstance(group, BoundedGroup) else None
+
+
+def session_of(group: Group) -> JobSession | None:
+    """The agreements of the processes of a group; None if it is of another class."""
+    if isinstance(group, ProcessGroup):
+        return group._session
+    return group.session if isinstance(group, BoundedGroup) else None
 
 
 @contextmanager
@@ -399,10 +407,12 @@ class JobSession:
         name: a name that the job uses for nothing else.
         nodes: counts the processes on this node; None if the launcher says how many there are, or
             if they cannot be counted.
+        peers: the identities of other processes, as far as this one has seen them.
     """
 
     name: str
     nodes: NodeCount | None = None
+    peers: dict[int, Identity] = field(default_factory=dict)
     _attempts: Iterator[int] = field(default_factory=itertools.count)
 
     @classmethod

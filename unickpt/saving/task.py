@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, replace
 from enum import Enum, auto
 from functools import cached_property, partial
@@ -45,10 +45,9 @@ if TYPE_CHECKING:
     from unickpt.progress import ProgressFunction
     from unickpt.references.policy import ReferenceSource
 
-FIRST_AFTER_S, FIRST_PER_S = 5.0, 200
-"""A shorter save reports nothing; and the largest number of first reports of all processes."""
-EVERY_S, LATER_PER_S = (10.0, 60.0), 20
-"""At the longest, of a few processes and of a thousand; and how many later reports."""
+FIRST_AFTER_S, EVERY_S = 5.0, 10.0
+"""When a process that saves alone first reports its progress, and its longest pause between two
+reports. Of several processes, see `commit.liveness`."""
 
 
 class Timings:
@@ -317,16 +316,14 @@ class SaveTask:
             before_commit: called by the coordinator right before the commit; likewise.
         """
         timings = self.timings
-        with self.failing(), self._reporting() as progress, closing(self._ticker()) as ticker:
+        with self.failing(), self._reporting() as progress, ExitStack() as reports:
             with timings.phase("write"):
-                writer, record = self._write(plan, source, ticker, progress)
+                writer, record = self._write(plan, source, reports, progress)
                 before_publish()
-                if self.group.index > 0:  # the coordinator removes all reports with the records
-                    ticker.close()
                 self._publish(record, writer, source.staged)
             with timings.phase("commit"):
                 write_more = partial(_write_more, writer, plan.held_items)
-                totals, committed = self._commit(write_more, before_commit, ticker)
+                totals, committed = self._commit(write_more, before_commit, reports.close)
         report = self._report(totals, committed, writer, source.staged)
         if _log.isEnabledFor(logging.INFO):
             _log_report(report)
@@ -349,7 +346,7 @@ class SaveTask:
         self,
         plan: WritePlan,
         source: ChunkSource,
-        ticker: Ticker,
+        reports: ExitStack,
         progress: ProgressFunction | None,
     ) -> tuple[ChunkWriter, Record]:
         self.check_destination()
@@ -364,7 +361,7 @@ class SaveTask:
             *(self._attempt, self.description, self.working_bytes, source, base, progress),
             encoder=self.features.encoder,
         )
-        ticker.start(partial(self._report_progress, writer))
+        self._begin_reports(writer, reports)
         record = writer.write_all(plan.own_items)
         if self.description.selection is not None:
             record = replace(record, units=self.description.selection.steps)
@@ -372,11 +369,28 @@ class SaveTask:
             record = replace(record, notes=notes)
         return writer, self._with_replicas(record, plan, source)
 
-    def _ticker(self) -> Ticker:
-        return Ticker("unickpt report", *report_pauses(self.group.count))
+    def _begin_reports(self, writer: ChunkWriter, reports: ExitStack) -> None:
+        """Reports the progress of this process until the stack is closed."""
 
-    def _report_progress(self, writer: ChunkWriter, number: int) -> None:
-        self._attempt.report(self.timings.elapsed, writer.done_bytes, number)
+        def progress() -> tuple[float, int]:
+            return self.timings.elapsed, writer.done_bytes
+
+        if self.group.count == 1:
+            ticker = Ticker("unickpt report", FIRST_AFTER_S, EVERY_S)
+            ticker.start(lambda number: self._report_progress(progress, number))
+        else:
+            from unickpt.commit.liveness import Liveness  # only where there are others
+
+            liveness = Liveness(self._attempt, progress)
+            reports.callback(liveness.close)
+            ticker = Ticker("unickpt report", *liveness.pauses, calls_at_end=False)
+            ticker.start(liveness.tick)
+        reports.callback(ticker.close)
+
+    def _report_progress(self, progress: Callable[[], tuple[float, int]], number: int) -> None:
+        from unickpt.commit.reporter import Reporter  # a short save reports nothing
+
+        Reporter(self._attempt, progress).report(number)
 
     def _open_base(self) -> ReferenceSource | None:
         """The chunks that the save references instead of writing. Raises as
@@ -418,7 +432,10 @@ class SaveTask:
         self._become(SaveState.COMMITTING)
 
     def _commit(
-        self, write_more: WriteMore, before_commit: Callable[[], None], ticker: Ticker
+        self,
+        write_more: WriteMore,
+        before_commit: Callable[[], None],
+        end_reports: Callable[[], None],
     ) -> tuple[Totals, Committed | None]:
         """Commits, or waits for the commit; only the coordinator has the second."""
         committed = None
@@ -428,10 +445,10 @@ class SaveTask:
             def check(merged: Index) -> None:
                 self.features.check(merged.arrays)
                 before_commit()
-                ticker.close()
 
             coordinator = Coordinator(self._attempt, write_more, self.features.policies)
-            committed = coordinator.commit(description.index, description.digest, check)
+            index, digest = description.index, description.digest
+            committed = coordinator.commit(index, digest, check, end_reports)
             totals = committed.totals
         else:
             from unickpt.commit.participant import wait_committed  # only where there are several
@@ -510,13 +527,6 @@ def _log_report(report: SaveReport) -> None:
         )
     if report.bases:
         _log.info("%s cannot be read without %s", report.url, ", ".join(report.bases))
-
-
-def report_pauses(count: int) -> tuple[float, float]:
-    """Seconds until each of some processes first reports its progress, and between reports."""
-    (least, most), later = EVERY_S, count / LATER_PER_S
-    first = max(FIRST_AFTER_S, count / FIRST_PER_S)
-    return first, min(most, max(least, later))
 
 
 def call_metrics(options: SaveOptions, report: SaveReport) -> None:

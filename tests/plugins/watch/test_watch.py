@@ -63,7 +63,7 @@ def test_watch_sees_how_far_one_large_array_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(task, "FIRST_AFTER_S", 0.02)
-    monkeypatch.setattr(task, "EVERY_S", (0.05, 0.05))
+    monkeypatch.setattr(task, "EVERY_S", 0.05)
     monkeypatch.setattr(writer, "_LARGE_CHUNK_BYTES", 4 << 20)
     real, watch, seen = os.write, Watch(tmp_path), list[int]()
 
