@@ -6,6 +6,7 @@
     Rules                 names and axes of two sides, in both directions
     convert, copy, merge  whole checkpoints, also for other systems
     verify, diff, report  check, compare, see; find_nonfinite: NaN and infinity
+    repair                damaged files, from parity
     PerProcess, ProcessGroup, SaveOptions, LoadOptions, Experts, Restores, Function, Opaque
 
 Errors are in `unickpt.errors`, results and layouts in `unickpt.types`, trainers in
@@ -44,6 +45,7 @@ if _CHECKING:
     from unickpt.plugins.merge import merge
     from unickpt.plugins.merge import methods as merge_methods
     from unickpt.plugins.nonfinite import find_nonfinite
+    from unickpt.plugins.parity.repairing import repair
     from unickpt.plugins.quantize import Restores
     from unickpt.plugins.report.html_report import report
     from unickpt.reading.verification import verify
@@ -88,6 +90,7 @@ __all__ = [
     "merge",
     "merge_methods",
     "open",
+    "repair",
     "report",
     "save",
     "save_async",
@@ -110,7 +113,15 @@ _LATER = {
 }
 
 # Names of plug-ins, whose doors are in the group `names`.
-_OF_PLUGINS = ("Experts", "Restores", "find_nonfinite", "merge", "merge_methods", "report")
+_OF_PLUGINS = (
+    "Experts",
+    "Restores",
+    "find_nonfinite",
+    "merge",
+    "merge_methods",
+    "repair",
+    "report",
+)
 
 
 __getattr__ = _late_names(__name__, _LATER, _OF_PLUGINS)

@@ -56,6 +56,7 @@ DOORS = {
         "rules": "unickpt.plugins.observe.command:app",
         "doctor": "unickpt.plugins.doctor.command:app",
         "watch": "unickpt.plugins.watch.command:app",
+        "repair": "unickpt.plugins.parity.command:app",
     },
     "names": {
         "export": "unickpt.plugins.export.exporting:export",
@@ -63,6 +64,7 @@ DOORS = {
         "merge_methods": "unickpt.plugins.merge.methods",
         "Experts": "unickpt.plugins.experts:Experts",
         "Restores": "unickpt.plugins.quantize:Restores",
+        "repair": "unickpt.plugins.parity.repairing:repair",
         "find_nonfinite": "unickpt.plugins.nonfinite:find_nonfinite",
         "report": "unickpt.plugins.report.html_report:report",
         "data": "unickpt.plugins.data",
@@ -84,5 +86,9 @@ DOORS = {
     "features": {
         "quantize": "unickpt.plugins.quantize:Quantize",
         "experts": "unickpt.plugins.experts:Experts",
+        "parity": "unickpt.plugins.parity:Parity",
+    },
+    "restorers": {
+        "parity": "unickpt.plugins.parity.restoring:restorer_at",
     },
 }

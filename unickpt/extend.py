@@ -36,7 +36,7 @@ from unickpt.doors import Door
 from unickpt.doors import every as every_door
 from unickpt.doors import find as find_door
 from unickpt.doors import late_names as _late_names
-from unickpt.features import PhaseObserver, Run, RunFeature, SaveCall, SaveFeature
+from unickpt.features import FileObserver, PhaseObserver, Run, RunFeature, SaveCall, SaveFeature
 from unickpt.format.borrowed import LEAST_USED as LEAST_REUSED
 from unickpt.format.borrowed import MOST_BASES
 from unickpt.format.borrowed import name_of as base_name
@@ -157,7 +157,7 @@ from unickpt.saving.background import SaveCallbacks, SaveQueue, SaveRequest
 from unickpt.saving.saver import begin as save_in_background
 from unickpt.saving.task import SaveTask
 from unickpt.storage.btree.nodes import DataReference
-from unickpt.storage.data_files import LINKED_FOLDER
+from unickpt.storage.data_files import ADDED_FOLDER, LINKED_FOLDER
 from unickpt.storage.data_files import written_in as written_in_data_file
 from unickpt.storage.database import Database as OcdbtDatabase
 from unickpt.storage.errors import (
@@ -254,6 +254,7 @@ if _CHECKING:
     from unickpt.runs.tier_copies import Copying as TierCopying
     from unickpt.storage import local_folders
     from unickpt.storage.export_leftovers import restore as restore_replaced
+    from unickpt.storage.restorers import Restorer
     from unickpt.tools.conversion import budgets as conversion_budgets
     from unickpt.tools.conversion import check_written, convertible, write_streamed
     from unickpt.tools.conversion import leaves_of as leaves_of_view
@@ -273,60 +274,61 @@ if _CHECKING:
     )
 
 __all__ = [
-    "ATTEMPTS_FOLDER", "Adapter", "Array", "ArrayEntry", "ArraySource", "ArrayTable", "ArrayUnits",
-    "BaseEntry", "BlockType", "Box", "Buffered", "ByteRange", "CHUNK_BYTES", "CONVERSION_METADATA",
-    "CheckedFiles", "ChecksummedRange", "ChunkStore", "ChunkValue", "Claim", "Codec", "Column",
-    "Compared", "ComparedViews", "DType", "Damaged", "Data", "DataReference", "DescribedSave",
-    "Door", "DraftReport", "Earlier", "Elements", "EncodedChunk", "EncodedValue", "Encoding",
-    "EncodingPolicy", "Ending", "Expansion", "Extra", "Failed", "FileBox", "FileRange", "Files",
-    "Format", "Fragment", "FragmentGrid", "GridBand", "Hints", "HostBuffers", "IN_ROOT", "Index",
-    "JoinedParts", "Key", "LEAST_REUSED", "LINKED_FOLDER", "Layout", "Leaf", "LeafFact", "LeafKind",
-    "Lease", "LeaseUse", "LeavesOut", "Listed", "LoadRequest", "LocalLocation", "Location",
-    "MANIFEST", "MAX_DEPTH", "MOST_BASES", "MOST_COMPRESSED_BYTES", "MOST_FRAGMENTS_SHOWN",
-    "MadeLeaf", "MemoryBudget", "MemoryWindow", "Mesh", "MeshFacts", "MeshKey", "NOTHING_HERE",
-    "NamedOptimizer", "NeedsElements", "Node", "NotDecodable", "Notes", "ORPHANS_LOCK",
-    "OWN_FORMAT", "ObservedReport", "OcdbtDatabase", "OcdbtReader", "OfEachProcess", "Opaque",
-    "Orphan", "OrphanSearch", "PYTHON_TYPES", "ParallelMap", "Part", "PathLike", "PhaseObserver",
-    "Plain", "Plan", "PlannedFile", "Pool", "Progress", "Provenance", "REPLACED_METADATA",
-    "RESERVED_METADATA", "RangeReader", "Reader", "ReferencePolicy", "ReferenceSource",
-    "RegularFiles", "Request", "Retention", "RuledView", "RulesCheck", "Run", "RunFeature",
-    "SAVE_PHASES", "STORED_TYPES", "SaveCall", "SaveCallbacks", "SaveEncoder", "SaveFeature",
-    "SaveQueue", "SaveRequest", "SaveTask", "SavedArrays", "SavedOnly", "Scheme", "ScratchMemory",
-    "Sections", "Selection", "SerialExecutor", "Settled", "SeveralCheckpoints", "SharedChunk",
-    "SharedRound", "Skipped", "SlabReads", "Source", "StepFolder", "StorageFuture", "StoredChunk",
-    "StoredType", "StoredView", "Taken", "TensorSource", "Tier", "TierCopying", "Timing",
-    "Transport", "Unit", "UnitSteps", "Units", "ValuePlaces", "Version", "View", "WHOLE_BOXES",
-    "WriteFilter", "WriteItem", "Writer", "WritingSave", "absolute_path", "adapter_of", "adapters",
-    "all_gather_bytes", "apply_rules", "asking_storage", "barrier", "base_name", "bytes_of_chunk",
-    "bytes_on_disk", "changed_repr", "check_boxes", "check_rest", "check_written",
-    "checkpoints_below", "child_names", "children_by_key", "chosen_format", "chunk_digest",
-    "chunk_keys", "closing_file", "combined_crc32", "common_codec", "compressed_chunk",
-    "conversion_budgets", "convertible", "copy_files", "counted", "current_group", "cut_box",
-    "decode_per_process", "dict_node", "dtype_and_shape", "dtype_from_name", "dtype_kind",
-    "dtype_name", "encode_per_process", "encoding_of", "entry_of_box", "entry_of_boxes",
-    "every_door", "expand_leaf", "facts_of", "fences_of", "find_door", "find_orphans",
-    "finite_or_text", "first_few", "flat_range_to_boxes", "flatten_state", "flatten_tree",
-    "folders_below", "folders_with", "format_named", "fragment_count", "fragment_grids",
-    "grid_band_text", "group_of_one", "has_fixed_size", "has_known_factory", "html_page",
-    "html_table", "in_batches", "is_array", "is_plain", "is_plain_kind", "is_saved_as_leaf",
-    "job_group", "join_names", "keys_of_leaves", "layout_text", "leaf_text", "leaves_of_tree",
-    "leaves_of_view", "loaded_together", "local_folders", "make_writer", "members_of", "meshes_of",
-    "moments_among", "name_component", "name_matches", "natural_key", "new_session",
-    "numbered_parts", "on_process_0", "open_own", "open_reader", "opened_checkpoint",
-    "other_folders", "parsed_types", "parts_of_array", "parts_of_boxes", "plain_length",
-    "plain_to_json", "plan_load", "plan_rules", "printable", "process_names", "progress_reports",
-    "put_nested", "quoted", "raw_chunk", "read_boxes", "read_file_box", "read_full_chunk",
-    "read_into", "reading", "reading_again", "reading_checkpoint", "reading_failed", "rebuild_tree",
-    "refuse_checkpoint", "refuse_unknown", "register_codec", "register_format", "register_scheme",
-    "register_writer", "remove_checkpoint", "reporting", "resolve_path", "restore_replaced",
-    "room_text", "row_major", "rule_exprs_of", "ruled_elements", "save_in_background",
-    "settle_future", "shape_text", "shortened", "shown_text", "size_text", "step_metrics",
-    "storage_context", "stored_chunk_bytes", "stored_leaf", "stored_leaves", "stored_unit_steps",
-    "storing_hint", "strided_view", "structure_of", "sync_folder", "system_calls", "take_retention",
-    "terminal_options", "terminal_output", "terminal_tables", "text_file", "tree_from_json",
-    "tree_from_names", "tree_to_json", "tree_with_values", "tree_without", "unickpt_version",
-    "unregister_codec", "unregister_format", "unregister_writer", "unwrapped", "version_at",
-    "within", "write_streamed", "writing", "writing_failed", "written_in_data_file", "zarr_dtype",
+    "ADDED_FOLDER", "ATTEMPTS_FOLDER", "Adapter", "Array", "ArrayEntry", "ArraySource",
+    "ArrayTable", "ArrayUnits", "BaseEntry", "BlockType", "Box", "Buffered", "ByteRange",
+    "CHUNK_BYTES", "CONVERSION_METADATA", "CheckedFiles", "ChecksummedRange", "ChunkStore",
+    "ChunkValue", "Claim", "Codec", "Column", "Compared", "ComparedViews", "DType", "Damaged",
+    "Data", "DataReference", "DescribedSave", "Door", "DraftReport", "Earlier", "Elements",
+    "EncodedChunk", "EncodedValue", "Encoding", "EncodingPolicy", "Ending", "Expansion", "Extra",
+    "Failed", "FileBox", "FileObserver", "FileRange", "Files", "Format", "Fragment", "FragmentGrid",
+    "GridBand", "Hints", "HostBuffers", "IN_ROOT", "Index", "JoinedParts", "Key", "LEAST_REUSED",
+    "LINKED_FOLDER", "Layout", "Leaf", "LeafFact", "LeafKind", "Lease", "LeaseUse", "LeavesOut",
+    "Listed", "LoadRequest", "LocalLocation", "Location", "MANIFEST", "MAX_DEPTH", "MOST_BASES",
+    "MOST_COMPRESSED_BYTES", "MOST_FRAGMENTS_SHOWN", "MadeLeaf", "MemoryBudget", "MemoryWindow",
+    "Mesh", "MeshFacts", "MeshKey", "NOTHING_HERE", "NamedOptimizer", "NeedsElements", "Node",
+    "NotDecodable", "Notes", "ORPHANS_LOCK", "OWN_FORMAT", "ObservedReport", "OcdbtDatabase",
+    "OcdbtReader", "OfEachProcess", "Opaque", "Orphan", "OrphanSearch", "PYTHON_TYPES",
+    "ParallelMap", "Part", "PathLike", "PhaseObserver", "Plain", "Plan", "PlannedFile", "Pool",
+    "Progress", "Provenance", "REPLACED_METADATA", "RESERVED_METADATA", "RangeReader", "Reader",
+    "ReferencePolicy", "ReferenceSource", "RegularFiles", "Request", "Restorer", "Retention",
+    "RuledView", "RulesCheck", "Run", "RunFeature", "SAVE_PHASES", "STORED_TYPES", "SaveCall",
+    "SaveCallbacks", "SaveEncoder", "SaveFeature", "SaveQueue", "SaveRequest", "SaveTask",
+    "SavedArrays", "SavedOnly", "Scheme", "ScratchMemory", "Sections", "Selection",
+    "SerialExecutor", "Settled", "SeveralCheckpoints", "SharedChunk", "SharedRound", "Skipped",
+    "SlabReads", "Source", "StepFolder", "StorageFuture", "StoredChunk", "StoredType", "StoredView",
+    "Taken", "TensorSource", "Tier", "TierCopying", "Timing", "Transport", "Unit", "UnitSteps",
+    "Units", "ValuePlaces", "Version", "View", "WHOLE_BOXES", "WriteFilter", "WriteItem", "Writer",
+    "WritingSave", "absolute_path", "adapter_of", "adapters", "all_gather_bytes", "apply_rules",
+    "asking_storage", "barrier", "base_name", "bytes_of_chunk", "bytes_on_disk", "changed_repr",
+    "check_boxes", "check_rest", "check_written", "checkpoints_below", "child_names",
+    "children_by_key", "chosen_format", "chunk_digest", "chunk_keys", "closing_file",
+    "combined_crc32", "common_codec", "compressed_chunk", "conversion_budgets", "convertible",
+    "copy_files", "counted", "current_group", "cut_box", "decode_per_process", "dict_node",
+    "dtype_and_shape", "dtype_from_name", "dtype_kind", "dtype_name", "encode_per_process",
+    "encoding_of", "entry_of_box", "entry_of_boxes", "every_door", "expand_leaf", "facts_of",
+    "fences_of", "find_door", "find_orphans", "finite_or_text", "first_few", "flat_range_to_boxes",
+    "flatten_state", "flatten_tree", "folders_below", "folders_with", "format_named",
+    "fragment_count", "fragment_grids", "grid_band_text", "group_of_one", "has_fixed_size",
+    "has_known_factory", "html_page", "html_table", "in_batches", "is_array", "is_plain",
+    "is_plain_kind", "is_saved_as_leaf", "job_group", "join_names", "keys_of_leaves", "layout_text",
+    "leaf_text", "leaves_of_tree", "leaves_of_view", "loaded_together", "local_folders",
+    "make_writer", "members_of", "meshes_of", "moments_among", "name_component", "name_matches",
+    "natural_key", "new_session", "numbered_parts", "on_process_0", "open_own", "open_reader",
+    "opened_checkpoint", "other_folders", "parsed_types", "parts_of_array", "parts_of_boxes",
+    "plain_length", "plain_to_json", "plan_load", "plan_rules", "printable", "process_names",
+    "progress_reports", "put_nested", "quoted", "raw_chunk", "read_boxes", "read_file_box",
+    "read_full_chunk", "read_into", "reading", "reading_again", "reading_checkpoint",
+    "reading_failed", "rebuild_tree", "refuse_checkpoint", "refuse_unknown", "register_codec",
+    "register_format", "register_scheme", "register_writer", "remove_checkpoint", "reporting",
+    "resolve_path", "restore_replaced", "room_text", "row_major", "rule_exprs_of", "ruled_elements",
+    "save_in_background", "settle_future", "shape_text", "shortened", "shown_text", "size_text",
+    "step_metrics", "storage_context", "stored_chunk_bytes", "stored_leaf", "stored_leaves",
+    "stored_unit_steps", "storing_hint", "strided_view", "structure_of", "sync_folder",
+    "system_calls", "take_retention", "terminal_options", "terminal_output", "terminal_tables",
+    "text_file", "tree_from_json", "tree_from_names", "tree_to_json", "tree_with_values",
+    "tree_without", "unickpt_version", "unregister_codec", "unregister_format", "unregister_writer",
+    "unwrapped", "version_at", "within", "write_streamed", "writing", "writing_failed",
+    "written_in_data_file", "zarr_dtype",
 ]  # fmt: skip
 
 # Imported on first use. What `import unickpt` needs anyway is imported above.
@@ -367,6 +369,7 @@ _LATER = {
     "runs.tier_copies": "IN_ROOT, Copying as TierCopying, Tier",
     "storage": "local_folders",
     "storage.export_leftovers": "restore as restore_replaced",
+    "storage.restorers": "Restorer",
     "tools.conversion": (
         "budgets as conversion_budgets, check_written, convertible, leaves_of as "
         "leaves_of_view, write_streamed"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -10,6 +10,7 @@ from unickpt.save_report import SaveReport
 
 if TYPE_CHECKING:
     from unickpt.format.reader import Reader
+    from unickpt.storage.locations import Location
     from unickpt.write_filter import WriteFilter
 
 
@@ -22,6 +23,31 @@ class PhaseObserver(Protocol):
         Arguments:
             name: one of the keys of `SaveReport.phases`.
             began, ended: seconds, as of `time.perf_counter`.
+        """
+
+
+class FileObserver(Protocol):
+    """Sees the files that one save writes in one folder, before the commit; it may add others in
+    `data_files.ADDED_FOLDER` below it. An error fails the save."""
+
+    multiple: int
+    """Data files come in a multiple of this number, of about equal size, as far as chunks allow."""
+    buffers: int
+    """How many times the bytes of a data file it keeps in memory, at most."""
+
+    def written(self, path: str, parts: Sequence[memoryview]) -> None:
+        """Called when a data file is complete, on the thread that wrote it.
+
+        Arguments:
+            path: of the file, below the folder.
+            parts: its bytes, one part after the other; valid during the call.
+        """
+
+    def end(self, paths: Sequence[str]) -> None:
+        """Called when all files are complete, and again if more are written afterwards.
+
+        Arguments:
+            paths: of all files, also of those that were linked, or not shown to `written`.
         """
 
 
@@ -56,6 +82,16 @@ class SaveFeature:
     def observer(self) -> PhaseObserver | None:
         """Records the phases of the save that begins now; None for no observer. Called on each
         process, in the saving call."""
+        return None
+
+    def file_observer(self, folder: Location, *, fsync: bool) -> FileObserver | None:
+        """Sees the files of a save in one folder; None for no observer. Called on each process for
+        its own folder, and on the coordinator for that of the B-tree.
+
+        Arguments:
+            folder: in which the save writes.
+            fsync: whether the save flushes files to disk.
+        """
         return None
 
     def committed(self, report: SaveReport) -> None:

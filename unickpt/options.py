@@ -33,8 +33,8 @@ STAGINGS = get_args(Staging)
 
 
 # Each belongs to a plug-in: an entry point of this name in the group `unickpt.features` is called
-# with the keyword's value.
-_PLUG_INS = ("quantize",)
+# with the keyword's value, unless it is this one.
+_PLUG_INS: Mapping[str, Any] = {"quantize": {}, "parity": None}
 
 
 def take_write_policy(arguments: dict[str, Any]) -> SaveFeature | None:
@@ -109,6 +109,7 @@ class SaveOptions(CommonOptions):
         changed: what changed since `base`, by patterns of names, or "tracked" (docs/reuse.md).
         kept_cost: with `reuse="patch"`, the cost of a byte kept, relative to that of writing one.
         quantize: codes with fewer bits, by patterns of names: not exact (docs/quantize.md).
+        parity: data files and parity files of a group, such as (8, 1) (docs/parity.md).
         timeout_s: seconds to wait for the other processes: to start the save, and to finish it.
         check_replicas: compare every byte of plain arrays across processes; else a sample, to warn.
         group: the processes that save together; by default all of the job (howto/processes.md).
@@ -141,6 +142,7 @@ class SaveOptions(CommonOptions):
     changed: Literal["tracked"] | Mapping[str, Any] | None = None
     kept_cost: float = 0.1
     quantize: Mapping[str, str | ChoosesCodes | None] = field(default_factory=dict)
+    parity: tuple[int, int] | None = None
     timeout_s: float = 600.0
     check_replicas: bool = False
     group: Group | Any | None = None
@@ -195,9 +197,9 @@ class SaveOptions(CommonOptions):
     def all_features(self) -> tuple[SaveFeature, ...]:
         """`features`, and the features that keywords stand for."""
         features = list(self.features)
-        for name in _PLUG_INS:
+        for name, without in _PLUG_INS.items():
             value = getattr(self, name)
-            if value or not isinstance(value, Mapping):
+            if value != without:
                 features.append(doors.need("features", name)(value))
         return tuple(features)
 
@@ -236,4 +238,4 @@ class SaveOptions(CommonOptions):
 
     def with_features(self, features: Sequence[SaveFeature]) -> SaveOptions:
         """The same options with other features, also in place of keywords."""
-        return replace(self, features=tuple(features), quantize={})
+        return replace(self, features=tuple(features), **_PLUG_INS)

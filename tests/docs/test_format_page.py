@@ -24,6 +24,7 @@ from unickpt.errors import CheckpointCorrupt, UnsupportedFormat
 from unickpt.format import chunk_grid, codec, index_json
 from unickpt.format.index import INDEX_KEY, ArrayEntry, Index
 from unickpt.plugins.incremental import patches
+from unickpt.plugins.parity.codes import ParitySums
 from unickpt.plugins.quantize import quantized_chunk
 from unickpt.plugins.quantize.blocks import Blocks
 from unickpt.trees import tree, tree_json
@@ -136,6 +137,14 @@ def test_the_patched_chunk_of_the_format() -> None:
     assert patches.encode(full, chunk, of, 1, 100) == stored
     patches.apply(stored, full)
     assert np.array_equal(full, chunk)
+
+
+def test_the_parity_of_the_format() -> None:
+    sums = ParitySums(2)
+    for file in (b"\x01\x80", b"\x03"):
+        sums.add([memoryview(file)], len(file))
+    stored = [bytes.fromhex(code(row[1])[0]) for row in table("parity")]
+    assert [b"".join(part.tobytes() for part in parts) for parts in sums.sums()] == stored
 
 
 def test_zarr_metadata_of_the_format() -> None:

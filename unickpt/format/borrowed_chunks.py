@@ -48,6 +48,8 @@ class BorrowedChunks:
                 raise _lost(location, names, error) from error
             except Failed as error:
                 raise reading_failed(error, str(location)) from error
+            if self._own.database.restorers:
+                database = database.restored() or database
             self.bases.append(ChunkStore(database))
 
     @cached_property

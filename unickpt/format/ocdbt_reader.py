@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from functools import cached_property
 from typing import TYPE_CHECKING
 from urllib.parse import quote
@@ -11,7 +12,13 @@ from urllib.parse import quote
 import numpy as np
 import tensorstore as ts
 
-from unickpt.errors import CheckpointCorrupt, CheckpointNotFound, UnickptError, UnsupportedFormat
+from unickpt.errors import (
+    CheckpointCorrupt,
+    CheckpointNotFound,
+    StorageError,
+    UnickptError,
+    UnsupportedFormat,
+)
 from unickpt.format import chunk_grid, digest_table, index_json, verified_chunks
 from unickpt.format.chunk_grid import Part
 from unickpt.format.index import FORMAT as NUMBER
@@ -29,6 +36,7 @@ if TYPE_CHECKING:
     from unickpt.format.timing import Timing
     from unickpt.frameworks.sections import StoredValue
 
+_MAY_BE_DAMAGE = CheckpointCorrupt, StorageError
 _MOST_SPARSE = 1 << 28  # bytes of a section with holes, in which some file systems store zeros
 FORMAT = "unickpt"
 """The name of this format."""
@@ -66,9 +74,19 @@ def open_pinned(database: Database) -> OcdbtReader:
         return reader
     except UnickptError as error:
         failure = verified_chunks.unless_replaced(error, database)
+        if isinstance(failure, CheckpointCorrupt) and (restored := _open_restored(database)):
+            return restored
         if failure is error:
             raise
         raise failure from error
+
+
+def _open_restored(database: Database) -> OcdbtReader | None:
+    """The checkpoint, read with restorers; None if there are none, or the storage fails."""
+    with suppress(Failed):
+        restored = database.restored()
+        return None if restored is None else open_pinned(restored)
+    return None
 
 
 def _read_index(location: Location, contents: ocdbt.DatabaseReader) -> Index:
@@ -99,6 +117,8 @@ class OcdbtReader(Reader):
         self.location, self.index = database.location, index
         self.chunks = ChunkStore(database, contents)
         self._digests = ChunkDigests(index, self.chunks)
+        self.restored: list[OcdbtReader | None] = []
+        """The reader with restorers, once something could not be read."""
 
     @cached_property
     def borrowed(self) -> BorrowedChunks:
@@ -128,10 +148,23 @@ class OcdbtReader(Reader):
         store = self.borrowed.bases[self.index.bases.index(base)]
         return _read_index(store.location, store.values)
 
+    def file_damage(self) -> Iterator[str]:
+        restored = self if self.chunks.database.restorers else _restored(self)
+        for restorer in restored.chunks.database.restorers if restored is not None else ():
+            yield from restorer.damage()
+
     def read(self, requests: Sequence[Request]) -> Sequence[int]:
-        if not self.index.bases and not self._has_composed:
-            return self.chunks.read(requests)
-        return self.chunk_values.read(requests)
+        try:
+            if not self.index.bases and not self._has_composed:
+                differ = self.chunks.read(requests)
+            else:
+                differ = self.chunk_values.read(requests)
+        except _MAY_BE_DAMAGE as error:
+            return _instead_of(self, error).read(requests)
+        if not differ or (restored := _restored(self)) is None:
+            return differ
+        again = restored.read([requests[position] for position in differ])
+        return [differ[position] for position in again]
 
     def reads_boxes(self, entry: ArrayEntry) -> bool:
         return False  # the digest is of a whole chunk
@@ -139,10 +172,16 @@ class OcdbtReader(Reader):
     def first_digests(self, entries: Sequence[ArrayEntry]) -> digest_table.Table:
         spans = self._digests.spans
         first = [spans[entry.name].start for entry in entries]
-        return self._digests.rows(np.array(first, np.int64))
+        try:
+            return self._digests.rows(np.array(first, np.int64))
+        except _MAY_BE_DAMAGE as error:
+            return _instead_of(self, error).first_digests(entries)
 
     def digests_of(self, name: str) -> digest_table.Table:
-        return self._digests.rows(self._digests.spans[name])
+        try:
+            return self._digests.rows(self._digests.spans[name])
+        except _MAY_BE_DAMAGE as error:
+            return _instead_of(self, error).digests_of(name)
 
     @cached_property
     def _has_composed(self) -> bool:
@@ -209,15 +248,22 @@ class OcdbtReader(Reader):
         size, digest, head = entry.value_facts(process)
 
         def read(start: int, length: int) -> bytes:
-            if length == size:
-                return self.chunks.read_key(key, size)
-            sparse = start >= head and length <= _MOST_SPARSE
-            return self.chunks.read_range(key, start, length, may_be_sparse=sparse)
+            try:
+                if length == size:
+                    return self.chunks.read_key(key, size)
+                sparse = start >= head and length <= _MOST_SPARSE
+                return self.chunks.read_range(key, start, length, may_be_sparse=sparse)
+            except _MAY_BE_DAMAGE as error:
+                return _instead_of(self, error)._value_of(name, process).read(start, length)
+
+        def read_restored(start: int, length: int) -> bytes:
+            restored = _restored(self)
+            return restored._value_of(name, process).read(start, length) if restored else b""
 
         def damaged(reason: str) -> Exception:
             return self.damaged(f"the value of process {process} for {name!r} {reason}")
 
-        return StoredValue(size, digest, head, read, damaged, entry.is_binary)
+        return StoredValue(size, digest, head, read, damaged, entry.is_binary, read_restored)
 
     def damaged(self, reason: str) -> Exception:
         return self.chunks.damaged(reason)
@@ -233,3 +279,20 @@ class OcdbtReader(Reader):
         self._digests.read()  # on its own, the index may claim any number of chunks
         borrowed = len(self.borrowed.table) if self.index.bases else 0
         return KeyChecks(self, self.chunks).check(borrowed, run)
+
+
+def _restored(reader: OcdbtReader) -> OcdbtReader | None:
+    """The same checkpoint, read with restorers; None if there are none."""
+    if not reader.restored:
+        reader.restored.append(_open_restored(reader.chunks.database))
+    return reader.restored[0]
+
+
+def _instead_of(reader: OcdbtReader, error: Exception) -> OcdbtReader:
+    """The reader with restorers, after the error of another reader, which it raises if there are
+    no restorers, or the error is no damage."""
+    is_damage = reader.location.is_local or isinstance(error, CheckpointCorrupt)
+    restored = _restored(reader) if is_damage else None
+    if restored is None:
+        raise error
+    return restored

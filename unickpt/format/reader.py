@@ -241,6 +241,10 @@ class Reader(Protocol):
         are no digests are compared with them, as soon as all bytes of a checksum are read."""
         return self
 
+    def file_damage(self) -> Iterator[str]:
+        """The damage of files that are restored while they are read; as `Restorer.damage`."""
+        return iter(())
+
     def check_rest(self, index: int = 0, count: int = 1) -> Iterator[tuple[str, str]]:
         """For a reader of `checking`, after the work: reads the remaining bytes of checksums of
         which some bytes were read, and compares them.

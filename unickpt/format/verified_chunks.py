@@ -30,7 +30,7 @@ from unickpt.format.reader import Request
 from unickpt.storage import ocdbt
 from unickpt.storage.database import Database
 from unickpt.storage.errors import Damaged, Failed, reading, reading_failed
-from unickpt.storage.kvstore import asking
+from unickpt.storage.kvstore import KvStore, asking
 
 # Opening an array costs TensorStore about 80 us, which dominates for a small chunk. Below this size
 # the bytes are written to the database directly, exactly as zarr would write them.
@@ -54,7 +54,7 @@ class ChunkStore:
     def __init__(self, database: Database, values: ocdbt.DatabaseReader | None = None) -> None:
         self.database, self.location = database, database.location
         self.values = values or database.reader()  # here, so that threads share one
-        self._is_local = database.location.is_local
+        self._reads_values = database.location.is_local or bool(database.restorers)
         self._open: dict[str, ts.TensorStore] = {}
         self._backed: set[str] = set()
 
@@ -85,6 +85,19 @@ class ChunkStore:
                 array = opened.result()
             self._open[part.key] = array
         return array
+
+    def _array_with(self, entry: ArrayEntry, part: Part, number: int) -> ts.TensorStore:
+        """A zarr array that has a chunk. Raises as `read_whole`."""
+        if not self.database.restorers:
+            return self.array(entry, part)
+        value = self.values.read(chunk_key(part, number))
+        if value is None:
+            raise Damaged("no bytes stored")
+        memory, context = {"driver": "memory"}, ts.Context()
+        KvStore.open(memory, context).write(part.chunk_key(number), value).result()
+        spec = {"driver": "zarr3", "kvstore": memory, "metadata": zarr_metadata(entry, part)}
+        with asking():
+            return ts.open(spec, context=context, open=True, assume_metadata=True).result()
 
     def read(self, requests: Sequence[Request]) -> Sequence[int]:
         """As `Reader.read`."""
@@ -205,7 +218,7 @@ class ChunkStore:
                 self.values.check(part.key)
             except Damaged:  # perhaps in a file that has none of this chunk
                 self.values.check(chunk_key(part, number))
-            source = self.array(entry, part)[local.slices]
+            source = self._array_with(entry, part, number)[local.slices]
             with asking():
                 target.write(source).result()
         return digest(out) if hashed else None
@@ -220,7 +233,7 @@ class ChunkStore:
         (is_done,) = self.values.read_into([key], [out], [length], [None])
         if is_done:
             return True
-        if not self._is_local and out.nbytes > SMALL:
+        if not self._reads_values and out.nbytes > SMALL:
             return False
         value = self.values.read(key, length)  # raises the reason
         if value is None:

@@ -172,6 +172,7 @@ class StoredValue:
         read: reads bytes of it, by offset and number.
         damaged: makes the error for damage, from its description.
         may_be_empty: whether it may have no bytes: only if that of another process has a head.
+        restored: as `read`, for bytes that do not match their digest.
     """
 
     size: int
@@ -180,6 +181,7 @@ class StoredValue:
     read: Callable[[int, int], bytes]
     damaged: Callable[[str], Exception]
     may_be_empty: bool
+    restored: Callable[[int, int], bytes]
 
     @property
     def is_empty(self) -> bool:
@@ -225,6 +227,8 @@ class StoredValue:
 
     def _verified(self, start: int, length: int, digest: int) -> bytes:
         data = self.read(start, length)
+        if xxhash.xxh3_64_intdigest(data) != digest:
+            data = self.restored(start, length)
         if xxhash.xxh3_64_intdigest(data) != digest:
             raise self.damaged("does not match its digest")
         return data

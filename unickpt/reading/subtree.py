@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -92,6 +92,9 @@ class Subtree(Reader):
 
     def checking(self) -> Reader:
         return Subtree(self.whole.checking(), self.under)
+
+    def file_damage(self) -> Iterator[str]:
+        return self.whole.file_damage()
 
     def unchecked(self) -> Sequence[str]:
         names = {entry.name: name for name, entry in self._stored.items()}

@@ -160,6 +160,7 @@ def verify_opened(
                 damage += chunk_damage
                 report_progress(counted[1], total)
             damage += [Damage(name, "", None, reason) for name, reason in stored.check_rest()]
+            damage += [Damage("", "", None, reason) for reason in stored.file_damage()]
         finally:
             checker.close()
         unverified = _unverified(stored)

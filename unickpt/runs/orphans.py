@@ -34,9 +34,9 @@ RECENT_S = 900.0
 """For this long after its last write, a save may still be in progress."""
 
 # The contents of `processes/<attempt>/` from saves and copies: files of processes, also linked
-# ones, nodes of the root, chunks of bases, notes.
+# ones, nodes of the root, files that features add to both, chunks of bases, notes.
 _OURS = (
-    r"(\d{5,9}/(d|reused)/[^/]+|root/([0-9a-f]{16}/)?[^/]+"
+    r"(\d{5,9}/(d|p|reused)/[^/]+|root/((p|[0-9a-f]{16})/)?[^/]+"
     r"|borrowed/(manifest\.ocdbt[^/]*|d/[^/]+)|(records|notes|borrowers)/[^/]+)"
 )
 _BELOW = f"{attempt_folders.FOLDER}/"

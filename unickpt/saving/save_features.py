@@ -12,9 +12,10 @@ from unickpt.frameworks.process_group import Group
 from unickpt.options import SaveOptions
 
 if TYPE_CHECKING:
-    from unickpt.features import PhaseObserver
+    from unickpt.features import FileObserver, PhaseObserver
     from unickpt.format.encoders import SaveEncoder
     from unickpt.references.policy import ReferenceSource, WritingSave
+    from unickpt.storage.locations import Location
     from unickpt.write_filter import Selection, Units, WriteFilter
 
 
@@ -41,6 +42,14 @@ class SaveFeatures:
         if not self.all:
             return ()
         return [observer for feature in self.all if (observer := feature.observer()) is not None]
+
+    def file_observers(self, folder: Location) -> Sequence[FileObserver]:
+        """The observers of the files that the save writes in a folder."""
+        if not self.all:
+            return ()
+        fsync = self._options.fsync
+        observers = (feature.file_observer(folder, fsync=fsync) for feature in self.all)
+        return [observer for observer in observers if observer is not None]
 
     def choose(self) -> None:
         """Determines what the save may leave out; may wait for earlier saves.

@@ -360,9 +360,12 @@ class SaveTask:
         writer = ChunkWriter(
             *(self._attempt, self.description, self.working_bytes, source, base, progress),
             encoder=self.features.encoder,
+            observers=self.features.file_observers(self._attempt.own),
         )
         self._begin_reports(writer, reports)
         record = writer.write_all(plan.own_items)
+        for observer in writer.observers:
+            observer.end(record.files)
         if self.description.selection is not None:
             record = replace(record, units=self.description.selection.steps)
         if notes := self.features.notes(base, self.description.index.arrays):
@@ -444,6 +447,10 @@ class SaveTask:
 
             def check(merged: Index) -> None:
                 self.features.check(merged.arrays)
+                if self.features.all:
+                    root = self._attempt.folder.child("root")
+                    for observer in self.features.file_observers(root):
+                        observer.end(sorted(root.files(self._attempt.context)))
                 before_commit()
 
             coordinator = Coordinator(self._attempt, write_more, self.features.policies)
@@ -549,4 +556,8 @@ def _write_more(
     """Writes chunks that the coordinator requests, because their planned writer lacks them."""
     requested = {(name, position) for name, positions in request.items() for position in positions}
     chunks = (chunk for item in held_items for chunk in item.chunks())
-    return writer.write_more([c for c in chunks if (c.entry.name, c.position) in requested])
+    chunks = (c for c in chunks if (c.entry.name, c.position) in requested)
+    record = writer.write_more([*chunks])
+    for observer in writer.observers:
+        observer.end(record.files)
+    return record

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import threading
 import time
@@ -29,6 +30,7 @@ from unickpt.storage.data_files import DataFile
 from unickpt.threads import Pool, Window, in_batches
 
 if TYPE_CHECKING:
+    from unickpt.features import FileObserver
     from unickpt.format.encoders import SaveEncoder
     from unickpt.progress import ProgressFunction
     from unickpt.references.policy import ReferenceSource
@@ -65,6 +67,7 @@ class ChunkWriter:
         base: the chunks that the save references instead of writing.
         progress: called with the bytes that are done and those in total, if given.
         encoder: encodes the chunks of arrays whose encoding is not decided yet.
+        observers: of the files.
     """
 
     def __init__(
@@ -76,6 +79,7 @@ class ChunkWriter:
         base: ReferenceSource | None = None,
         progress: ProgressFunction | None = None,
         encoder: SaveEncoder | None = None,
+        observers: Sequence[FileObserver] = (),
     ) -> None:
         self._attempt, self._description, self._budget = attempt, description, budget_bytes
         self._source, self._encoder, self._encoders = source, encoder, description.encoders
@@ -84,6 +88,8 @@ class ChunkWriter:
         self.is_local = self._folder.is_local
         self._copies = 0 if self.is_local else 2
         """How many copies of an object are in memory while it is written."""
+        self.observers = observers
+        self._buffers = sum(observer.buffers for observer in observers)
         self._file_threads = self._files_at_once()
         self.is_stopped = False
         """Whether something has failed, so that no further chunk needs to be written."""
@@ -191,9 +197,10 @@ class ChunkWriter:
         calls `meanwhile` while they are written. Equal chunks may be in `base`."""
         rows = range(len(items)) if rows is None else rows
         threads = self._threads(items, base)
-        most_bytes = self._batch_bytes(sum(map(_NBYTES, items)))
+        most_bytes = self._batch_bytes(items)
         # The rest of the budget is for memory besides the data.
-        window = Window(self._budget - most_bytes, threads + 1)  # so that no thread waits
+        free_bytes = self._budget - most_bytes * (1 + self._buffers)
+        window = Window(free_bytes, threads + 1)  # so that no thread waits
         looked, first = time.monotonic(), 0
         # Each batch becomes a file: one unit's, so that a later save needs all of it or nothing.
         batches = [
@@ -236,13 +243,22 @@ class ChunkWriter:
             self._encoder.look(item.array, item.entry, chunk.data)
         return chunk
 
-    def _batch_bytes(self, total: int) -> int:
+    def _batch_bytes(self, items: Sequence[WriteItem]) -> int:
         """How large a batch may be."""
+        sizes: list[int] = list(map(_NBYTES, items))
+        total = sum(sizes)
         if self.is_local:
             batch_bytes = max(total // (self._file_threads * _FILES_EACH), _LEAST_FILE_BYTES)
         else:
             batch_bytes = max(total // self._file_threads, _LEAST_OBJECT_BYTES)
-        return min(batch_bytes, _FILE_BYTES, max(1, self._budget // (4 + 2 * self._copies)))
+        copies = self._copies + self._buffers
+        batch_bytes = min(batch_bytes, _FILE_BYTES, max(1, self._budget // (4 + 2 * copies)))
+        if not self.observers or not total:
+            return batch_bytes
+        multiple = max(observer.multiple for observer in self.observers)
+        count = math.ceil(total / batch_bytes / multiple) * multiple
+        # Half a chunk more: else there would be more files, as none of them would be full.
+        return min(batch_bytes, total // count + max(sizes) // 2 + 1)
 
     def _files_at_once(self) -> int:
         """How many files are written at once."""
@@ -273,7 +289,9 @@ class ChunkWriter:
     def new_file(self) -> DataFile:
         """A file for a batch."""
         piece = _BACKGROUND_PIECE if self._source.background else data_files.PIECE_BYTES
-        return data_files.new_file(self._folder, self._attempt.context, piece)
+        file = data_files.new_file(self._folder, self._attempt.context, piece)
+        file.parts = [] if self.observers else None
+        return file
 
     def encode(self, item: WriteItem, chunk: Any) -> codec.Encoded:
         """A chunk as it is stored."""
@@ -374,6 +392,8 @@ class _Batch:
                 file.add((memoryview(value),))
             for data_file in self._both(file):
                 data_file.close()
+                for observer in self._writer.observers if data_file.parts else ():
+                    observer.written(data_file.path, data_file.parts or ())
         except BaseException:
             for data_file in self._both(file):
                 data_file.abandon()

@@ -26,6 +26,8 @@ LINKED_FOLDER = "reused"
 """In the folder of a process: files of an earlier checkpoint, by hard links."""
 PIECE_BYTES = 512 << 10  # measured: 256 KiB to 1 MiB are as fast, 8 MiB fall out of the cache
 _TOGETHER_BYTES = 64 << 10  # smaller values are copied, to be written together
+ADDED_FOLDER = "p"
+"""In the folder of a process, or of the B-tree: files that features add, such as copies."""
 Value = Sequence[memoryview]
 """A value in parts, each of them contiguous bytes."""
 
@@ -48,6 +50,8 @@ class DataFile(ABC):
         """The length of each value in bytes."""
         self.inline: list[bytes] = []
         """The small values."""
+        self.parts: list[memoryview] | None = None
+        """The bytes of the file, in order, if a list is put here before the first value."""
         self._end = 0
 
     def add(self, value: Value, look: Callable[[memoryview], object] | None = None) -> None:
@@ -71,6 +75,8 @@ class DataFile(ABC):
             return
         self.offsets.append(self._end)
         self._end += nbytes
+        if self.parts is not None:
+            self.parts += value
         for part in value:
             self._append(part, look)
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import tensorstore as ts
@@ -22,6 +22,9 @@ from unickpt.storage.kvstore import Future, KvStore
 from unickpt.storage.local_files import RegularFiles, system_calls
 from unickpt.storage.locations import Location
 from unickpt.storage.ocdbt import DatabaseReader, ReadyResult
+
+if TYPE_CHECKING:
+    from unickpt.storage.restorers import Restorer
 
 # Values that are read together; larger ones are read into their destination.
 _MOST_BYTES = 128 << 10
@@ -187,12 +190,14 @@ class Database:
         manifest: the database's manifest, if it is not read from the folder.
         generation: the storage's name for the version of that manifest in the folder; empty if it
             is not (yet) in the folder.
+        restorers: supply the bytes of damaged and missing files.
     """
 
     location: Location
     context: ts.Context
     manifest: bytes | None = None
     generation: bytes = b""
+    restorers: Sequence[Restorer] = ()
 
     def store(self) -> KvStore:
         """Its keys and values, as TensorStore reads and writes them."""
@@ -205,6 +210,12 @@ class Database:
 
     def reader(self) -> DatabaseReader:
         """Reads its values, which are untrusted."""
+        if self.restorers:
+            from unickpt.storage.restorers import restoring
+
+            fetch: Callable[..., bytes] = partial(ocdbt.fetch, self._store)
+            fetch = fetch if self._files is None else self._files.read
+            return DatabaseReader(ocdbt.Tree(self._manifest, restoring(self.restorers, fetch)))
         if self._files is not None:
             return LocalDatabaseReader(ocdbt.Tree(self._manifest, self._files.read), self._files)
         tree = ocdbt.Tree(self._manifest, partial(ocdbt.fetch, self._store))
@@ -259,6 +270,17 @@ class Database:
         manifest_spec = ocdbt.manifest_in_memory(f"{digest_of(self.manifest)}/{self.location.url}")
         KvStore.open(manifest_spec, self.context).write(ocdbt.MANIFEST, self.manifest).result()
         return manifest_spec
+
+    def restored(self) -> Database | None:
+        """The same database with restorers; None if there are none, or it has them already.
+
+        Raises:
+            Failed: the storage failed.
+        """
+        from unickpt.storage.restorers import restorers_at  # only where something is damaged
+
+        restorers = () if self.restorers else restorers_at(self.location, self.context)
+        return replace(self, restorers=restorers) if restorers else None
 
     def manifest_digest(self) -> str:
         """The digest of the pinned manifest, or else of the one in the folder; see `digest_of`."""
