@@ -21,7 +21,7 @@ from unickpt.extend import (
 )
 from unickpt.plugins.nodes import membership
 from unickpt.plugins.nodes.file_server import FileServer
-from unickpt.plugins.nodes.locations import shared
+from unickpt.plugins.nodes.locations import StepLocation, shared
 from unickpt.plugins.nodes.membership import NodeProcess
 from unickpt.plugins.nodes.options import NodeOptions
 from unickpt.plugins.nodes.upload_notes import UploadNotes
@@ -153,5 +153,5 @@ def _spec(url: str) -> dict[str, Any]:
 
 # A node that does not answer is gone; TensorStore's own default tries for minutes.
 _RETRIES = {"max_retries": 4, "initial_delay": "100ms", "max_delay": "1s"}
-SCHEME = Scheme("nodes", _spec, {"http_request_retries": _RETRIES})
+SCHEME = Scheme("nodes", _spec, {"http_request_retries": _RETRIES}, StepLocation)
 register_scheme(SCHEME)

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import tensorstore as ts
 
-from unickpt.extend import LocalLocation, Location, local_folders
+from unickpt.extend import KvStore, LocalLocation, Location, StorageFuture, local_folders
 
 _PART = re.compile(r"step_\d+/processes/[^/]+/(\d{5,})/")
 
@@ -73,6 +73,27 @@ class SharedObjects(_ControlLocation):
 
 class SharedFolder(_ControlLocation, LocalLocation):
     """Such a folder in a file system."""
+
+
+class _ListedStore(KvStore):
+    """A stack of stores that lists the keys of another one: TensorStore 0.1.86 ends the process
+    when it lists such a stack."""
+
+    listed: KvStore
+
+    def list(self, **options: Any) -> StorageFuture[list[bytes]]:
+        return self.listed.list(**options)
+
+
+class StepLocation(Location):
+    """A step as it is read: a stack of stores, of which the first has the small files. Only these
+    are listed."""
+
+    def store(self, context: ts.Context) -> KvStore:
+        opened, base = _ListedStore.open(dict(self.spec), context), self.spec["layers"][0]["base"]
+        control = {**base, "path": f"{base['path']}{self.spec['path']}"}
+        opened.listed = KvStore.open(control, context)
+        return opened
 
 
 def shared(control: Location, url: str, node: str, process: int) -> Location:

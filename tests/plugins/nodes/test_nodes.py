@@ -22,7 +22,7 @@ from support.saving import files
 
 import unickpt
 from unickpt import Checkpointer, SaveOptions
-from unickpt.errors import InvalidPath, SaveTimeout
+from unickpt.errors import CheckpointCorrupt, InvalidPath, SaveTimeout
 
 OPTIONS = SaveOptions(fsync=False, timeout_s=20, chunk_bytes=4096)
 JOB = """
@@ -143,6 +143,22 @@ def test_a_damaged_file_of_the_node_is_read_from_the_root(
         file.write_bytes(data)
         assert (run.load(state(0))["w"] == state(1)["w"]).all()
     assert "is damaged" in caplog.text
+
+
+@pytest.mark.parametrize("parity", [None, (4, 1)])
+def test_a_lost_file_of_the_node_is_an_error(parity: Any, tmp_path: Path) -> None:
+    """With parity, its files are looked for; TensorStore cannot list a stack of stores."""
+    root, node = tmp_path / "root", tmp_path / "node"
+    options = SaveOptions(fsync=False, chunk_bytes=4096, **({"parity": parity} if parity else {}))
+    with Checkpointer(root, node_local=node, upload_every=2, options=options) as run:
+        run.save(1, state(1), wait=True)
+        run.wait()
+        for file in node.glob("*/step_1/processes/*/00000/d/*"):
+            file.unlink()
+        with pytest.raises(CheckpointCorrupt, match="there is no older step"):
+            run.load(state(0))
+        run.save(2, state(2), wait=True)
+    assert (unickpt.load(root / "step_2")["w"] == state(2)["w"]).all()
 
 
 def test_files_of_saves_that_failed_go(tmp_path: Path) -> None:
