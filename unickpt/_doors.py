@@ -2,6 +2,7 @@
 
 DOORS = {
     "formats": {
+        "sealed": "unickpt.plugins.seal.sealed_format",
         "orbax": "unickpt.backends.orbax.reader",
         "bytecheckpoint": "unickpt.backends.dcp.bytecheckpoint.reader",
         "megatron": "unickpt.backends.dcp.megatron.reader",
@@ -57,6 +58,7 @@ DOORS = {
         "doctor": "unickpt.plugins.doctor.command:app",
         "watch": "unickpt.plugins.watch.command:app",
         "repair": "unickpt.plugins.parity.command:app",
+        "seal": "unickpt.plugins.seal.command:app",
     },
     "names": {
         "export": "unickpt.plugins.export.exporting:export",

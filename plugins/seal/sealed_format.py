@@ -1,0 +1,52 @@
+"""Opens sealed folders as the format that they have, and checks them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from unickpt.errors import HintError
+from unickpt.extend import Damaged, Files, Reader, first_few, format_named
+from unickpt.plugins.seal.seal_file import NAME, SealedFiles, decode
+
+HINTS: Collection[str] = ("dequantize",)
+
+
+def open(files: Files, hints: Mapping[str, Any]) -> Reader | None:
+    """Opens a sealed folder, or a file in it; None if there is no seal.
+
+    Raises:
+        CheckpointCorrupt: a file differs from what was sealed, is missing, or was added.
+        StorageError: the storage failed.
+    """
+    sealed_files = open_sealed(files)
+    if sealed_files is None:
+        return None
+    problems = sealed_files.problems(is_full=False)
+    if problems:
+        raise files.damaged(f"{first_few(problems)}. It was sealed; see {NAME}")
+    format = format_named(sealed_files.format)
+    for name in hints.keys() - set(format.HINTS):
+        raise HintError(
+            f"{files.location} is of the format {sealed_files.format!r}, without {name}"
+        )
+    reader: Reader | None = format.open(sealed_files, hints)
+    if reader is not None:  # damage in none of its arrays goes unnoticed
+        reader.unchecked = tuple  # type: ignore[method-assign]
+    return reader
+
+
+def open_sealed(files: Files) -> SealedFiles | None:
+    """The files of a sealed folder; None if there is no seal.
+
+    Raises:
+        CheckpointCorrupt: the seal is damaged.
+    """
+    if files.single is None:
+        content = files.whole(NAME) if NAME in files.here else None
+    else:
+        try:
+            content = files.whole(NAME)
+        except Damaged:
+            content = None
+    return None if content is None else SealedFiles(files, decode(content, files))

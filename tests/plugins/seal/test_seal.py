@@ -1,0 +1,264 @@
+"""A sealed folder loads as it was, or not at all."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import gguf
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.strategies import examples
+from typer.testing import CliRunner
+
+import unickpt
+from unickpt import CheckpointCorrupt, CheckpointExists, CheckpointNotFound
+from unickpt.cli.app import app
+from unickpt.errors import HintError, UnsupportedFormat
+from unickpt.plugins.seal import check_seal, seal, seal_file
+
+pytestmark = pytest.mark.plugins
+ARRAYS = {
+    "a.weight": np.arange(3000, dtype=np.float32).reshape(60, 50),
+    "b.weight": np.arange(500).astype(ml_dtypes.bfloat16),
+    "c.bias": np.arange(7, dtype=np.int8),
+}
+
+
+def make_safetensors(folder: Path) -> None:
+    unickpt.save(folder / "ours", ARRAYS)
+    unickpt.convert(folder / "ours", folder / "sealed", to="hf")
+    shutil.rmtree(folder / "ours")
+    (folder / "sealed/config.json").write_text('{"layers": 2}')
+
+
+def make_gguf(folder: Path) -> None:
+    (folder / "sealed").mkdir()
+    writer = gguf.GGUFWriter(folder / "sealed/model.gguf", "llama")
+    for name, array in ARRAYS.items():
+        is_bf16 = array.dtype == ml_dtypes.bfloat16
+        data = array.view(np.uint8) if is_bf16 else array
+        kind = gguf.GGMLQuantizationType.BF16 if is_bf16 else None
+        writer.add_tensor(name, data, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    (folder / "sealed/README.md").write_text("a model")
+
+
+MAKERS = [make_safetensors, make_gguf]
+
+
+@contextmanager
+def small_blocks(nbytes: int = 256) -> Iterator[None]:
+    from unickpt.plugins.seal import sealing
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sealing, "BLOCK_BYTES", nbytes)
+        yield
+
+
+def assert_as_made(path: Path) -> None:
+    loaded = unickpt.load(path)
+    assert loaded.keys() == ARRAYS.keys()
+    for name, array in ARRAYS.items():
+        assert loaded[name].tobytes() == array.tobytes(), name
+
+
+@pytest.mark.parametrize("make", MAKERS)
+def test_a_sealed_folder_is_read_as_before(make: Callable[[Path], None], tmp_path: Path) -> None:
+    make(tmp_path)
+    assert_as_made(tmp_path / "sealed")
+    before = {f.name: f.read_bytes() for f in (tmp_path / "sealed").iterdir()}
+    report = seal(tmp_path / "sealed")
+    assert (report.ok, report.files) == (True, len(before))
+    assert all((tmp_path / "sealed" / n).read_bytes() == data for n, data in before.items())
+    assert_as_made(tmp_path / "sealed")
+    assert check_seal(tmp_path / "sealed") == report
+    verified = unickpt.verify(tmp_path / "sealed")
+    assert verified.ok
+    reader = unickpt.open(tmp_path / "sealed").reader
+    assert (reader.format in report.format, list(reader.unchecked())) == (True, [])
+    assert unickpt.open(tmp_path / "sealed")["a.weight"][3, 4] == 154
+
+
+def test_files_that_are_missing_added_or_longer_are_named(tmp_path: Path) -> None:
+    make_safetensors(tmp_path)
+    folder = tmp_path / "sealed"
+    seal(folder)
+    (folder / ".cache").mkdir()
+    (folder / ".cache/hidden").write_text("x")
+    (folder / "config.json").rename(tmp_path / "config.json")
+    (folder / "chat.json").write_text("{}")
+    with pytest.raises(CheckpointCorrupt, match=r"config\.json is missing, chat\.json was added"):
+        unickpt.load(folder)
+    assert check_seal(folder).problems == ("config.json is missing", "chat.json was added")
+    (folder / "chat.json").unlink()
+    (folder / "config.json").write_text('{"layers": 22}')
+    with pytest.raises(CheckpointCorrupt, match=r"config\.json has 14 bytes, and had 13"):
+        unickpt.open(folder)
+    (folder / "config.json").write_text('{"layers": 3}')
+    with pytest.raises(CheckpointCorrupt, match=r"config\.json differs from what was sealed"):
+        unickpt.open(folder)
+    shutil.move(tmp_path / "config.json", folder / "config.json")
+    assert_as_made(folder)
+
+
+def test_a_byte_of_an_array_is_noticed_where_it_is_read(tmp_path: Path) -> None:
+    make_safetensors(tmp_path)
+    folder, options = tmp_path / "sealed", {"only": "c.bias"}
+    with small_blocks():
+        seal(folder)
+    file = folder / "model.safetensors"
+    content = bytearray(file.read_bytes())
+    content[content.index(ARRAYS["a.weight"].tobytes()) + 4000] ^= 1
+    file.write_bytes(content)
+    assert unickpt.load(folder, **options)["c.bias"].tobytes() == ARRAYS["c.bias"].tobytes()
+    message = r"'a.weight'.*model\.safetensors differs from what was sealed, within bytes"
+    with pytest.raises(CheckpointCorrupt, match=message):
+        unickpt.load(folder)
+    with pytest.raises(CheckpointCorrupt, match=message):  # the file alone, too
+        unickpt.load(file)
+    assert not unickpt.verify(folder).ok
+    assert not check_seal(folder).ok
+
+
+def test_a_damaged_seal_is_not_believed(tmp_path: Path) -> None:
+    make_safetensors(tmp_path)
+    folder = tmp_path / "sealed"
+    seal(folder)
+    (folder / seal_file.NAME).write_text("{}")
+    with pytest.raises(CheckpointCorrupt, match=r"unickpt\.seal\.json is damaged"):
+        unickpt.load(folder)
+    seal(folder, overwrite=True)
+    assert_as_made(folder)
+
+
+def test_a_seal_is_replaced_only_on_request(tmp_path: Path) -> None:
+    make_safetensors(tmp_path)
+    folder = tmp_path / "sealed"
+    with pytest.raises(CheckpointNotFound, match="has no seal"):
+        check_seal(folder)
+    seal(folder)
+    (folder / "config.json").write_text("{}")
+    with pytest.raises(CheckpointExists, match="--overwrite"):
+        seal(folder)
+    assert seal(folder, overwrite=True).ok
+    assert_as_made(folder)
+
+
+def test_other_formats_are_refused(tmp_path: Path) -> None:
+    unickpt.save(tmp_path / "ours", ARRAYS)
+    (tmp_path / "none").mkdir()
+    for name in ("ours", "none"):
+        with pytest.raises(UnsupportedFormat, match="no folder of safetensors or gguf"):
+            seal(tmp_path / name)
+
+
+def test_hints_are_those_of_the_format(tmp_path: Path) -> None:
+    make_safetensors(tmp_path)
+    seal(tmp_path / "sealed")
+    with pytest.raises(HintError, match="dequantize"):
+        unickpt.open(tmp_path / "sealed", hints={"dequantize": True})
+
+
+def test_the_command(tmp_path: Path) -> None:
+    make_gguf(tmp_path)
+    folder, runner = tmp_path / "sealed", CliRunner()
+    done = runner.invoke(app, ["seal", str(folder)])
+    assert (done.exit_code, "sealed: 2 files of gguf" in done.output) == (0, True)
+    assert runner.invoke(app, ["seal", str(folder)]).exit_code == 2
+    assert runner.invoke(app, ["seal", str(folder), "--check"]).exit_code == 0
+    (folder / "README.md").write_text("b model")
+    done = runner.invoke(app, ["seal", str(folder), "--check", "--json"])
+    body = json.loads(done.output)
+    assert (done.exit_code, body["ok"], len(body["problems"])) == (1, False, 1)
+    done = runner.invoke(app, ["seal", str(folder), "--check"])
+    assert "NOT as sealed" in done.output
+    assert runner.invoke(app, ["seal", str(folder), "--overwrite"]).exit_code == 0
+
+
+# --- any damage -----------------------------------------------------------------------------------
+
+
+def damage(folder: Path, data: st.DataObject) -> str:
+    """Damages a folder; returns how."""
+    files = sorted(file for file in folder.iterdir() if file.is_file())
+    file = data.draw(st.sampled_from(files))
+    content = bytearray(file.read_bytes())
+    kinds = ["flip", "flip", "flip", "cut", "grow", "zeros", "swap", "copy over", "add", "repeat"]
+    if file.name != seal_file.NAME:  # without it, the folder is not sealed
+        kinds.append("remove")
+    kind = data.draw(st.sampled_from(kinds))
+    begin = data.draw(st.integers(0, len(content) - 1))
+    length = data.draw(st.integers(1, 64))
+    if kind == "flip":
+        content[begin] ^= 1 << data.draw(st.integers(0, 7))
+    elif kind == "cut":
+        del content[begin:]
+    elif kind == "grow":
+        content += b"\n" * length
+    elif kind == "zeros":
+        content[begin : begin + length] = bytes(len(content[begin : begin + length]))
+    elif kind == "swap":
+        content[begin:] = content[begin + length :] + content[begin : begin + length]
+    elif kind == "copy over":
+        content = bytearray(data.draw(st.sampled_from(files)).read_bytes())
+    elif kind == "repeat":
+        content[begin:begin] = content[begin : begin + length]
+    elif kind == "remove":
+        file.unlink()
+        return kind
+    elif kind == "add":
+        (folder / f"x{file.name}").write_bytes(content)
+        return kind
+    if content == file.read_bytes():
+        return ""
+    file.write_bytes(content)
+    return kind
+
+
+def survive(make: Any, data: st.DataObject, count: int, is_small: bool) -> None:
+    folder = Path(tempfile.mkdtemp(prefix="unickpt-seal-"))
+    try:
+        make(folder)
+        if is_small:
+            with small_blocks(128):
+                seal(folder / "sealed")
+        else:
+            seal(folder / "sealed")
+        shutil.copytree(folder / "sealed", folder / "sound")
+        for _ in range(count):
+            how = damage(folder / "sealed", data)
+            if how:
+                with pytest.raises((CheckpointCorrupt, UnsupportedFormat)):
+                    unickpt.load(folder / "sealed")
+            shutil.rmtree(folder / "sealed")
+            shutil.copytree(folder / "sound", folder / "sealed")
+            if not how:
+                assert_as_made(folder / "sealed")
+    finally:
+        shutil.rmtree(folder)
+
+
+@pytest.mark.integration
+@given(data=st.data(), make=st.sampled_from(MAKERS), is_small=st.booleans())
+@examples(60)
+def test_no_damage_is_accepted(data: st.DataObject, make: Any, is_small: bool) -> None:
+    survive(make, data, 10, is_small)
+
+
+@pytest.mark.slow
+@given(data=st.data(), make=st.sampled_from(MAKERS), is_small=st.booleans())
+@examples(500)
+def test_none_of_many_damages_is_accepted(data: st.DataObject, make: Any, is_small: bool) -> None:
+    survive(make, data, 20, is_small)
