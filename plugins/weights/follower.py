@@ -31,6 +31,7 @@ from unickpt.plugins.weights.live_arrays import finish_in_place, flip
 from unickpt.plugins.weights.proof import WeightsCheck, live_sha256, stored_sha256
 from unickpt.plugins.weights.publisher import RULES_METADATA, plain_state
 from unickpt.plugins.weights.staging import LiveState, StagedUpdate, Stager
+from unickpt.plugins.weights.swapping import with_spares
 
 _log = logging.getLogger("unickpt")
 # An update starts again if the version that it reads is removed or replaced meanwhile.
@@ -82,6 +83,8 @@ class Follower:
         rank: of this process in the engine, shown in its lease.
         keep_copies: keep stored chunks in host memory of which `like` has only a part, as with
             tensor parallelism; without it, they are read whole when they change.
+        swap: give torch tensors new memory in the flip, instead of copying changes there. This
+            needs memory for a second copy, and an engine that does not keep their addresses.
         lease_s: a publisher removes versions that this follower reads only if it has not been heard
             of for so long.
 
@@ -107,13 +110,14 @@ class Follower:
         rules: Rules | None = None,
         rank: int | None = None,
         keep_copies: bool = False,
+        swap: bool = False,
         lease_s: float = 60.0,
     ) -> None:
         if lease_s <= 0:
             raise ValueError(f"lease_s={lease_s!r} must be more than 0")
         self._steps = StepFolder(root)
         self._tree, self._module = plain_state(like), like
-        self._rules, self._keep_copies = rules, keep_copies
+        self._rules, self._keep_copies, self._swaps = rules, keep_copies, swap
         self._lease = FollowerLease(resolve_path(root), lease_s, rank)
         self._lock = threading.RLock()
         self._version: int | None = None
@@ -218,7 +222,7 @@ class Follower:
                     f"{checkpoint.location}: version {self._version} was replaced since it is live "
                     "here; call update()"
                 )
-            view, request = self._plan(checkpoint)
+            view, request = self._plan(checkpoint, self._tree)
             return WeightsCheck(self._version, stored_sha256(view, request), live_sha256(request))
 
     def close(self) -> None:
@@ -260,7 +264,7 @@ class Follower:
                 newest if newest >= 0 else "none",
             )
 
-    def _plan(self, checkpoint: Checkpoint) -> tuple[View, LoadRequest]:
+    def _plan(self, checkpoint: Checkpoint, tree: Any) -> tuple[View, LoadRequest]:
         if not isinstance(checkpoint.reader, OcdbtReader):
             raise UnsupportedFormat(
                 f"{checkpoint.location} is of the format {checkpoint.reader.format!r}; a Follower "
@@ -269,7 +273,7 @@ class Follower:
         rules, text = self._rules, checkpoint.metadata.get(RULES_METADATA)
         if rules is None and isinstance(text, str):
             rules = Rules.parse(text, name="the publisher's rules")
-        return plan_load(checkpoint, self._tree, rules)
+        return plan_load(checkpoint, tree, rules)
 
     def _make_live(self, version: int, pause: Pause) -> None:
         """Makes a version live, or leaves the old one.
@@ -306,7 +310,8 @@ class Follower:
             self._lease.hold([self._version])
 
     def _staged(self, checkpoint: Checkpoint) -> tuple[StagedUpdate, LoadRequest, View]:
-        view, request = self._plan(checkpoint)
+        tree, spared = with_spares(self._tree) if self._swaps else (self._tree, {})
+        view, request = self._plan(checkpoint, tree)
         nbytes = sum(entry.nbytes for entry in checkpoint.index.arrays.values())
         stager = Stager(
             view,
@@ -315,6 +320,7 @@ class Follower:
             keep_copies=self._keep_copies,
             most_undo=nbytes // _UNDO_SHARE,
             threads=_threads(),
+            spared=spared,
         )
         return stager.stage(), request, view
 

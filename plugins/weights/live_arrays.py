@@ -194,6 +194,26 @@ class LiveLeaf:
         return _LeafChange(leaves, self.name, self.leaf, self.leaf, fill)
 
 
+@dataclass(frozen=True)
+class MemoryChange:
+    """A change of a torch tensor to other memory.
+
+    Arguments:
+        leaf: the tensor.
+        new, old: tensors with the new and the old memory.
+    """
+
+    leaf: Any
+    new: Any
+    old: Any
+
+    def apply(self) -> None:
+        self.leaf.data = self.new
+
+    def revert(self) -> None:
+        self.leaf.data = self.old
+
+
 def live_leaves(request: LoadRequest) -> dict[str, LiveLeaf]:
     """The arrays of a request; of several with the same memory, the first."""
     by_identity = dict[Any, str]()

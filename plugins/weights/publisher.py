@@ -157,7 +157,7 @@ class Publisher:
 def plain_state(state: Any) -> Any:
     """The tensors of a torch module by the names of its `state_dict`; any other tree unchanged."""
     is_module = callable(getattr(state, "named_parameters", None))
-    return dict(state.state_dict()) if is_module else state
+    return dict(state.state_dict(keep_vars=True)) if is_module else state
 
 
 def _number(version: Any) -> int:

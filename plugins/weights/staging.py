@@ -38,6 +38,7 @@ from unickpt.plugins.weights.live_arrays import (
     Change,
     ElementsChange,
     LiveLeaf,
+    MemoryChange,
     change_of,
     live_leaves,
 )
@@ -112,6 +113,8 @@ class Stager:
         live: what is known of the live chunks; not changed.
         keep_copies: whether to keep the elements of chunks of which the engine has only a part.
         most_undo: bytes of earlier states to keep.
+        threads: how many read.
+        spared: tensors that take the memory of the request's in the flip, by name.
     """
 
     def __init__(
@@ -123,11 +126,12 @@ class Stager:
         keep_copies: bool,
         most_undo: int,
         threads: int,
+        spared: Mapping[str, Any],
     ) -> None:
         assert isinstance(view.checkpoint, OcdbtReader), "it was checked"
         self._view, self._live, self._reader = view, live, VersionReader(view.checkpoint)
         self._keep_copies, self._most_undo, self._threads = keep_copies, most_undo, threads
-        self._leaves = live_leaves(request)
+        self._leaves, self._spared = live_leaves(request), spared
         self._changes: dict[str, list[ElementsChange]] = {name: [] for name in self._leaves}
         self._state = LiveState()
         self._scratch = local()
@@ -312,10 +316,15 @@ class Stager:
         for name, of_leaf in self._changes.items():
             staged_bytes += sum(change.nbytes for change in of_leaf)
             leaf = self._leaves[name]
-            if leaf.in_place:
-                changes += of_leaf
-            elif of_leaf or leaf.target.abstract:
-                changes.append(leaf.change(of_leaf, self._values))
+            of_this: list[Change] = [*of_leaf]
+            if not leaf.in_place and (of_leaf or leaf.target.abstract):
+                of_this = [leaf.change(of_leaf, self._values)]
+            if name in self._spared and of_this:
+                for change in of_this:
+                    change.apply()
+                live = self._spared[name]
+                of_this = [MemoryChange(live, leaf.leaf, live.detach())]
+            changes += of_this
         return StagedUpdate(
             changes,
             self._state,

@@ -157,6 +157,34 @@ def test_torch_modules_and_their_tied_parameters(tmp_path: Path) -> None:
         assert follower.check().differing == ("norm.weight",)
 
 
+def test_tensors_take_other_memory_in_the_flip(tmp_path: Path) -> None:
+    trained, served = torch.nn.Linear(64, 64), torch.nn.Linear(64, 64)
+    big = torch.zeros(100)
+    state = {"a": trained.weight, "b": trained.bias, "view": torch.zeros(10), "n": np.zeros(4)}
+    like = {"a": served.weight, "b": served.bias, "view": big[:10], "n": np.zeros(4)}
+    with (
+        Publisher(tmp_path / "run", options=OPTIONS) as publisher,
+        Follower(tmp_path / "run", like, swap=True) as follower,
+    ):
+        for version in range(4):
+            with torch.no_grad():
+                trained.weight[version] += 1
+                state["view"][version], state["n"][version] = version, version
+            publisher.publish(version, state).result()
+            old, bias = served.weight.detach(), served.bias.data_ptr()
+            before = old.clone()
+            assert follower.update()
+            assert torch.equal(served.weight, trained.weight)
+            assert served.weight.data_ptr() != old.data_ptr()
+            assert torch.equal(old, before)  # whoever still computes with it is not disturbed
+            assert (served.bias.data_ptr() == bias) == (version > 0)
+            assert torch.equal(big[:10], state["view"])
+            assert np.array_equal(like["n"], state["n"])
+            assert follower.check().ok
+        assert follower.weights is like
+        assert served.weight.requires_grad
+
+
 def test_jax_arrays_are_replaced_with_their_sharding(trainer: Trainer, tmp_path: Path) -> None:
     mesh = jax.make_mesh((4,), ("x",), devices=jax.devices()[:4])
     sharding = NamedSharding(mesh, PartitionSpec(None, "x"))
