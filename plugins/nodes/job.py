@@ -153,5 +153,6 @@ def _spec(url: str) -> dict[str, Any]:
 
 # A node that does not answer is gone; TensorStore's own default tries for minutes.
 _RETRIES = {"max_retries": 4, "initial_delay": "100ms", "max_delay": "1s"}
-SCHEME = Scheme("nodes", _spec, {"http_request_retries": _RETRIES}, StepLocation)
+_RESOURCES = {"http_request_retries": _RETRIES}
+SCHEME = Scheme("nodes", _spec, _RESOURCES, StepLocation, is_internal=True)
 register_scheme(SCHEME)

@@ -129,6 +129,7 @@ def test_a_process_whose_state_is_hidden_runs(text: str, proc: Path) -> None:
     assert state_of(own_identity()) == RUNS
 
 
+@pytest.mark.filterwarnings("ignore:os.fork")  # of JAX, if another test has imported it
 def test_a_forked_process_has_its_own_identity() -> None:
     mine, (out, into) = own_identity(), os.pipe()
     assert threading.current_thread() is threading.main_thread()

@@ -207,7 +207,7 @@ class Rules(CompiledRules):
             >>> w = np.arange(9.0).reshape(3, 3)
             >>> rules = Rules.parse("kernel <-> weight")
             >>> print(rules.check({"kernel": w}, {"weight": w}))
-            9 elements of 1 array are what the rules make
+            9 elements of 1 array are as the rules make them
             >>> bool(rules.check({"kernel": w}, {"weight": w.T}))
             False
         """

@@ -44,6 +44,7 @@ class Scheme:
             that `spec` references; or a function that returns them, called for each new context.
         location: the class of its locations; `LocalLocation` if its driver is `file`.
         credentials: names, for messages about refused requests, their credentials.
+        is_internal: whether only unickpt makes its URLs, so that `names` does not list it.
     """
 
     name: str
@@ -51,6 +52,7 @@ class Scheme:
     resources: Resources = field(default_factory=dict)
     location: type[Location] = Location
     credentials: Callable[[], str] | None = None
+    is_internal: bool = False
 
 
 def register(scheme: Scheme) -> None:
@@ -77,8 +79,9 @@ def find(name: str) -> Scheme | None:
 
 def names() -> list[str]:
     """The names of all schemes; those of unickpt first."""
+    registered = [name for name, scheme in _registered.items() if not scheme.is_internal]
     return list(
-        dict.fromkeys([*doors.ours("schemes"), *_registered, *doors.other_packages("schemes")])
+        dict.fromkeys([*doors.ours("schemes"), *registered, *doors.other_packages("schemes")])
     )
 
 

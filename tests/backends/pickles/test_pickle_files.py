@@ -224,8 +224,8 @@ def test_damage_names_the_file_and_what_is_wrong(data: bytes, message: str, tmp_
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        (pickled(b"}Q"), "outside"),
-        (pickled(b"Pmore\n"), "outside"),
+        (pickled(b"}Q"), "external data"),
+        (pickled(b"Pmore\n"), "external data"),
         (pickle.dumps({"w": 1}) + pickle.dumps({"b": 2}), "more behind its pickle"),
     ],
 )
