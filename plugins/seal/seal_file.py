@@ -99,46 +99,32 @@ class SealedFiles(Files):
     def __init__(self, files: Files, sealed: Seal) -> None:
         self.__dict__.update(files.__dict__)
         self.heads = {}
-        self._plain, self._seal = files, sealed
-
-    @property
-    def format(self) -> str:
-        """The format of the folder."""
-        return self._seal.format
-
-    @property
-    def sizes(self) -> Mapping[str, int]:
-        """The sizes of the sealed files in bytes, by name."""
-        return self._seal.sizes
+        self._plain, self.seal = files, sealed
 
     def size(self, file: str) -> int | None:
-        size = self._seal.sizes.get(file)
+        size = self.seal.sizes.get(file)
         return self._plain.size(file) if size is None else size
 
     def read(self, file: str, offset: int, length: int) -> bytes:
-        if file not in self._seal.sizes:
+        if file not in self.seal.sizes:
             return self._plain.read(file, offset, length)
-        if not 0 <= offset <= offset + length <= self._seal.sizes[file]:
+        if not 0 <= offset <= offset + length <= self.seal.sizes[file]:
             raise Damaged(f"{file} has no bytes {offset} to {offset + length}")
         out = bytearray(length)
         self.read_into(file, offset, memoryview(out))
         return bytes(out)
 
-    def whole(self, file: str) -> bytes:
-        size = self._seal.sizes.get(file)
-        return self._plain.whole(file) if size is None else self.read(file, 0, size)
-
     def tail(self, file: str, most: int) -> bytes:
-        size = self._seal.sizes.get(file)
+        size = self.seal.sizes.get(file)
         if size is None:
             return self._plain.tail(file, most)
         return self.read(file, max(0, size - most), min(most, size))
 
     def read_into(self, file: str, offset: int, out: memoryview) -> None:
-        if file not in self._seal.sizes:
+        if file not in self.seal.sizes:
             self._plain.read_into(file, offset, out)
             return
-        out, size, block_bytes = out.cast("B"), self._seal.sizes[file], self._seal.block_bytes
+        out, size, block_bytes = out.cast("B"), self.seal.sizes[file], self.seal.block_bytes
         if offset + len(out) > size:
             raise Damaged(f"{file} has {size} bytes, {offset + len(out)} expected")
         end = offset + len(out)
@@ -159,8 +145,8 @@ class SealedFiles(Files):
         Raises:
             Damaged: it differs.
         """
-        if digest_of(block) != self._seal.digests[file][number]:
-            begin = number * self._seal.block_bytes
+        if digest_of(block) != self.seal.digests[file][number]:
+            begin = number * self.seal.block_bytes
             raise Damaged(
                 f"{file} differs from what was sealed, within bytes {begin} to {begin + len(block)}"
             )
@@ -172,15 +158,12 @@ class SealedFiles(Files):
             is_full: read all of them; else only small ones that are no weights, whose other blocks
                 are compared when they are read.
         """
-        sizes = self._seal.sizes
+        sizes = self.seal.sizes
         present = set(sizes) if self.single is not None else set(sealable(self.names))
         texts = [f"{name} is missing" for name in sorted(sizes.keys() - present)]
         texts += [f"{name} was added" for name in sorted(present - sizes.keys())]
-        compared = sizes.keys() & present
-        if self.single is not None:
-            compared &= {self.single}
-        for name in sorted(compared):
-            is_read = is_full or not (self._seal.is_weights(name) or sizes[name] > _READ_AT_OPEN)
+        for name in sorted(sizes.keys() & (present if self.single is None else {self.single})):
+            is_read = is_full or not (self.seal.is_weights(name) or sizes[name] > _READ_AT_OPEN)
             try:
                 size = self._plain.size(name)
                 if size not in (None, sizes[name]):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -25,10 +26,10 @@ def open(files: Files, hints: Mapping[str, Any]) -> Reader | None:
     problems = sealed_files.problems(is_full=False)
     if problems:
         raise files.damaged(f"{first_few(problems)}. It was sealed; see {NAME}")
-    format = format_named(sealed_files.format)
+    format = format_named(sealed_files.seal.format)
     for name in hints.keys() - set(format.HINTS):
         raise HintError(
-            f"{files.location} is of the format {sealed_files.format!r}, without {name}"
+            f"{files.location} is of the format {sealed_files.seal.format!r}, without {name}"
         )
     reader: Reader | None = format.open(sealed_files, hints)
     if reader is not None:  # damage in none of its arrays goes unnoticed
@@ -42,11 +43,12 @@ def open_sealed(files: Files) -> SealedFiles | None:
     Raises:
         CheckpointCorrupt: the seal is damaged.
     """
-    if files.single is None:
-        content = files.whole(NAME) if NAME in files.here else None
-    else:
-        try:
-            content = files.whole(NAME)
-        except Damaged:
-            content = None
-    return None if content is None else SealedFiles(files, decode(content, files))
+    if files.single is None and NAME not in files.here:
+        return None
+    try:
+        content = files.whole(NAME)
+    except Damaged as error:
+        if files.single is None or error.errno != errno.ENOENT:
+            raise
+        return None
+    return SealedFiles(files, decode(content, files))

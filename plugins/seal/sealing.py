@@ -87,8 +87,8 @@ def seal(path: PathLike, *, overwrite: bool = False, progress: Progress = None) 
                 "unickpt's own checkpoints have digests already"
             )
         names = sealable(files.names)
-        contents = {name: files.size(name) for name in names}
-        sizes = {n: len(files.whole(n)) if size is None else size for n, size in contents.items()}
+        known_sizes = {name: files.size(name) for name in names}
+        sizes = {n: len(files.whole(n)) if s is None else s for n, s in known_sizes.items()}
         digests, done, total = dict[str, tuple[str, ...]](), 0, sum(sizes.values())
         with reporting(progress, "sealing") as notify:
             for name, size in sizes.items():
@@ -103,7 +103,7 @@ def seal(path: PathLike, *, overwrite: bool = False, progress: Progress = None) 
         sealed = Seal(format, sizes, digests, BLOCK_BYTES)
         if {
             name: Files(location).size(name) for name in sealable(Files(location).names)
-        } != contents:
+        } != known_sizes:
             raise CheckpointCorrupt(f"{location} was changed while it was sealed; seal it again")
         location.store(storage_context()).write(NAME, sealed.encode()).result()
     return SealReport(location.url, format, len(sizes), total)
@@ -123,5 +123,5 @@ def check_seal(path: PathLike) -> SealReport:
         if sealed_files is None:
             raise CheckpointNotFound(f"{location} has no seal; make one with `unickpt seal`")
         problems = tuple(sealed_files.problems(is_full=True))
-    sizes = sealed_files.sizes
-    return SealReport(location.url, sealed_files.format, len(sizes), sum(sizes.values()), problems)
+    format, sizes = sealed_files.seal.format, sealed_files.seal.sizes.values()
+    return SealReport(location.url, format, len(sizes), sum(sizes), problems)

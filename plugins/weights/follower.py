@@ -36,8 +36,9 @@ from unickpt.plugins.weights.swapping import with_spares
 _log = logging.getLogger("unickpt")
 # An update starts again if the version that it reads is removed or replaced meanwhile.
 _TRIES = 5
-# Earlier states of chunks take at most one byte of host memory for so many of the weights.
-_UNDO_SHARE = 4
+# Earlier states of chunks take at most one byte of host memory for so many of the weights. With
+# scattered changes of 1 %, a publisher's defaults need up to a third of a byte.
+_UNDO_SHARE = 2
 Pause = Callable[[], AbstractContextManager[Any]]
 
 

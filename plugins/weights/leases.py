@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 from unickpt import UnickptError
-from unickpt.extend import Location, asking_storage, reading, storage_context
+from unickpt.extend import Location, reading, storage_context
 
 FOLDER = ".followers"
 _log = logging.getLogger("unickpt")
@@ -44,12 +44,12 @@ class FollowerLease:
     def hold(self, versions: Iterable[int | None]) -> None:
         """Keeps these versions from now on, and no others.
 
-        Raises:
-            StorageError: the note cannot be written.
+        If the note cannot be written, as in a folder that the engine may only read, this logs a
+        warning: a version that is removed while it is read is an error then, never a mixture.
         """
         with self._lock:
             self._versions = sorted({v for v in versions if v is not None})
-            self._write()
+            self._try_to_write()
         if self._thread is None:
             self._thread = threading.Thread(target=self._renew, name="unickpt lease", daemon=True)
             self._thread.start()
@@ -60,16 +60,23 @@ class FollowerLease:
         if self._thread is None:
             return
         self._thread.join()
-        with self._lock, asking_storage():
-            self._folder.store(storage_context()).write(self._key, None).result()
+        with self._lock:
+            try:
+                with reading(self._folder):
+                    self._folder.store(storage_context()).write(self._key, None).result()
+            except UnickptError as error:  # it expires
+                _log.warning("%s: a lease cannot be removed: %s", self._folder, error)
 
     def _renew(self) -> None:
         while not self._closed.wait(self._expires_s / 4):
-            try:
-                with self._lock:
-                    self._write()
-            except Exception as error:  # the next renewal may succeed
-                _log.warning("%s: a lease cannot be renewed now: %s", self._folder, error)
+            with self._lock:
+                self._try_to_write()
+
+    def _try_to_write(self) -> None:
+        try:
+            self._write()
+        except UnickptError as error:  # the next renewal may succeed
+            _log.warning("%s: a lease cannot be written now: %s", self._folder, error)
 
     def _write(self) -> None:
         self._renewals += 1

@@ -134,6 +134,22 @@ def test_leases_are_renewed(tmp_path: Path) -> None:
             assert json.loads(note.read_text())["rank"] == 3
 
 
+def test_a_folder_in_which_no_lease_can_be_written_is_followed_all_the_same(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    live = {"w": np.zeros(1000, int)}
+    with Publisher(tmp_path, keep_last=1, options=OPTIONS) as publisher:
+        publisher.publish(0, state(0)).result()
+        (tmp_path / ".followers").write_text("in the way")
+        with Follower(tmp_path, live) as follower:
+            assert follower.update()
+            publisher.publish(1, state(1)).result()
+            publisher.wait()
+            assert follower.update()
+            assert live["w"][0] == 1
+    assert "a lease cannot be written now" in caplog.text
+
+
 def test_versions_on_other_storage() -> None:
     live = {"w": np.zeros(1000, int)}
     with (
