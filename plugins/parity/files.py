@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator
+from functools import cached_property
 
 import tensorstore as ts
 import xxhash
 
-from unickpt.extend import Damaged, DataReference, Location, sync_folder, system_calls
+from unickpt.extend import Damaged, DataReference, KvStore, Location, sync_folder, system_calls
 
 _PIECE_BYTES, _OBJECT_PIECE_BYTES = 1 << 20, 16 << 20
 _UNFINISHED = ".repair"
@@ -25,7 +26,11 @@ class FolderFiles:
 
     def __init__(self, location: Location, context: ts.Context) -> None:
         self.location = location
-        self._regular, self._store = location.regular_files(), location.store(context)
+        self._regular, self._context = location.regular_files(), context
+
+    @cached_property
+    def _store(self) -> KvStore:  # a forked process cannot use it, and local files do not need it
+        return self.location.store(self._context)
 
     def read(self, path: str, offset: int, length: int) -> bytes:
         """Some bytes of a file.

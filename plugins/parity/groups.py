@@ -264,12 +264,24 @@ def _parity_files(
     location: Location, context: ts.Context, attempt: str | None
 ) -> dict[str, list[str]]:
     """The names of parity files, by the paths of the folders of processes and B-trees."""
+    top = location.child(ATTEMPTS_FOLDER)
+    if location.is_local:  # without TensorStore, which a forked process cannot use
+        attempts = top.folders(context) if attempt is None else [attempt]
+        folders = [f"{a}/{name}" for a in attempts for name in top.child(a).folders(context)]
+        paths = [
+            f"{folder}/{ADDED_FOLDER}/{name}"
+            for folder in folders
+            for name in top.child(f"{folder}/{ADDED_FOLDER}").files(context)
+        ]
+    else:
+        searched = top if attempt is None else top.child(attempt)
+        prefix = "" if attempt is None else f"{attempt}/"
+        keys = searched.store(context).list().result()
+        paths = [f"{prefix}{key.decode(errors='replace')}" for key in keys]
     names = dict[str, list[str]]()
-    below = ATTEMPTS_FOLDER if attempt is None else f"{ATTEMPTS_FOLDER}/{attempt}"
-    keys = location.child(below).store(context).list().result()
-    for key in sorted(keys):
-        folder, _, name = f"{below}/{key.decode(errors='replace')}".rpartition("/")
+    for path in sorted(paths):
+        folder, _, name = path.rpartition("/")
         above, _, last = folder.rpartition("/")
-        if last == ADDED_FOLDER and above.count("/") == 2:
-            names.setdefault(f"{above}/", []).append(name)
+        if last == ADDED_FOLDER and above.count("/") == 1:
+            names.setdefault(f"{ATTEMPTS_FOLDER}/{above}/", []).append(name)
     return names
