@@ -100,6 +100,7 @@ def test_ours_are_those_of_the_project() -> None:
     assert set(_doors.DOORS) == set(doors.GROUPS)
 
 
+@pytest.mark.integration  # imports large libraries
 @pytest.mark.parametrize("group", doors.GROUPS)
 def test_each_of_ours_opens(group: doors.Group) -> None:
     assert all(door.open() is not None for door in doors.ours(group).values())
@@ -185,6 +186,7 @@ def test_packages_are_looked_up_only_for_what_ours_do_not_know(site: Path, run: 
 
 
 @pytest.mark.plugins
+@pytest.mark.integration  # doctor opens every door, torch's and JAX's too
 def test_ours_come_first_and_doctor_says_so(site: Path, run: Run) -> None:
     install(site, "acme", {"writers": {"npz": "acme_checkpoints:FORMAT"}})
     done = run(
@@ -200,6 +202,7 @@ def test_ours_come_first_and_doctor_says_so(site: Path, run: Run) -> None:
 
 
 @pytest.mark.plugins
+@pytest.mark.integration  # doctor opens every door, torch's and JAX's too
 def test_one_that_fails_is_named_where_it_is_needed(site: Path, run: Run, tmp_path: Path) -> None:
     install(site, "acme", POINTS)
     (site / "acme_checkpoints.py").write_text("import of_which_there_is_none\n")
