@@ -25,6 +25,7 @@ Receiver = Callable[[SaveReport], None]
 StepOf = Callable[[SaveReport], int | None]
 """The step of a checkpoint."""
 
+_OF_LOAD = ("seconds", "bytes", "read_bytes", "received_bytes", "waited_s", "gb_per_s")
 _STEP = re.compile(r"step_(\d{1,18})/?")
 
 
@@ -135,6 +136,8 @@ class JsonLines:
         about: dict[str, Any] = {"time": time, "url": report.url}
         if isinstance(report, LoadReport):
             about |= {"kind": "load", "counts": report.counts, "rows": report.rows}
+            about |= {name: getattr(report, name) for name in _OF_LOAD}
+            about["waited_for"] = {str(p): s for p, s in report.waited_for.items()}
             self._append(about, "load")
         else:
             about |= {"step": self._step(report), "process": report.process}

@@ -14,6 +14,7 @@ from unickpt.save_report import SaveReport
 from unickpt.saving.background import PendingSave
 
 if _CHECKING:
+    from unickpt.loading.load_figures import LoadFigures
     from unickpt.reading.verification import Damage, VerifyReport
     from unickpt.tools.copying import CopyReport
     from unickpt.tools.difference import ArrayDifference, DiffReport
@@ -27,6 +28,7 @@ __all__ = [
     "DiffReport",
     "Group",
     "Layout",
+    "LoadFigures",
     "LoadReport",
     "LocalFragments",
     "MergeReport",
@@ -40,6 +42,7 @@ __all__ = [
 
 # Imported on first use, as are the functions that return them.
 _LATER = {
+    "loading.load_figures": "LoadFigures",
     "reading.verification": "Damage, VerifyReport",
     "tools.copying": "CopyReport",
     "tools.difference": "ArrayDifference, DiffReport",

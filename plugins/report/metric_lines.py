@@ -52,12 +52,23 @@ class LoadedLine:
         url: of the checkpoint.
         counts: numbers of leaves by what happened to them, such as `loaded` and `kept`.
         rows: of a table: the event, its leaves, and the reason.
+        seconds: how long it took.
+        nbytes, read_bytes, received_bytes: of the loaded arrays; from the storage, and from other
+            processes.
+        waited_s: for other processes.
+        waited_for: the process for which it waited longest; empty if that is not known.
     """
 
     time: datetime
     url: str
     counts: Mapping[str, int]
     rows: Sequence[tuple[str, str, str]]
+    seconds: float = 0.0
+    nbytes: int = 0
+    read_bytes: int = 0
+    received_bytes: int = 0
+    waited_s: float = 0.0
+    waited_for: str = ""
 
 
 @dataclass(frozen=True)
@@ -126,12 +137,25 @@ def _decoded(line: bytes) -> SavedLine | LoadedLine | None:
     if record.get("kind") == "load":
         counts = {_text(name): _count(count) for name, count in record["counts"].items()}
         rows = [(_text(a), _text(b), _text(c)) for a, b, c in record["rows"]]
-        return LoadedLine(time, url, counts, rows)
+        return LoadedLine(time, url, counts, rows, *_load_figures(record))
     if record["process"] != 0:
         return None
     seconds, blocked_s = _number(record["seconds"]), _number(record["blocked_s"])
     nbytes, processes = _count(record["bytes"]), _count(record["processes"])
     return SavedLine(time, url, nbytes, processes, seconds, blocked_s, step_metrics(record))
+
+
+def _load_figures(record: Mapping[str, Any]) -> tuple[float, int, int, int, float, str]:
+    """The figures of a load, as `LoadedLine` has them."""
+    waits = {_text(process): _number(s) for process, s in record.get("waited_for", {}).items()}
+    return (
+        _number(record.get("seconds", 0)),
+        _count(record.get("bytes", 0)),
+        _count(record.get("read_bytes", 0)),
+        _count(record.get("received_bytes", 0)),
+        _number(record.get("waited_s", 0)),
+        max(waits, key=waits.__getitem__, default=""),
+    )
 
 
 def _text(value: Any) -> str:

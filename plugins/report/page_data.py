@@ -304,6 +304,12 @@ def _load(line: LoadedLine) -> dict[str, Any]:
         "name": shown_text(line.url.rstrip("/").rpartition("/")[2]),
         "counts": {shown_text(name): count for name, count in line.counts.items()},
         "rows": [[shown_text(text, _MOST_PATH) for text in row] for row in line.rows],
+        "seconds": line.seconds,
+        "bytes": line.nbytes,
+        "read": line.read_bytes,
+        "received": line.received_bytes,
+        "waited": line.waited_s,
+        "waitedFor": shown_text(line.waited_for),
     }
 
 

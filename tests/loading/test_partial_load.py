@@ -102,6 +102,27 @@ def test_the_text_of_a_report_folds_layers_and_is_one_line_of_a_full_load(
     assert caplog.messages[-1] == "memory://partial/c: loaded 24 leaves"
 
 
+def test_a_report_says_how_long_a_load_took_and_what_it_read(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO, "unickpt")
+    state = {"a": np.ones((500, 40)), "b": np.ones(7, np.int8), "step": 3}
+    unickpt.save("memory://partial/d", state)
+    for like in (None, state):
+        _, report = unickpt.load("memory://partial/d", like, return_report=True)
+        assert report.bytes == report.read_bytes == 160_007
+        assert (report.received_bytes, report.waited_s, report.waited_for) == (0, 0.0, {})
+        assert 0 < report.seconds < 60
+        assert report.gather()[0].seconds == report.seconds
+        assert caplog.messages[-2] == f"loaded {report.url}: {report.speed_text}"
+        assert "waited" not in report.speed_text
+    only = {"a": np.zeros((500, 40))}
+    _, part = unickpt.load("memory://partial/d", only, strict=False, return_report=True)
+    assert part.bytes == part.read_bytes == 160_000
+    assert part.speed_text in part._repr_html_()
+    assert repr(part) == "LoadReport('memory://partial/d', loaded 1 leaf, skipped 2)"
+
+
 def test_a_checkpointer_gives_the_report_too(tmp_path: Path) -> None:
     with unickpt.Checkpointer(tmp_path) as checkpointer:
         checkpointer.save(3, {"w": np.ones(2), "head": np.ones(4)}, wait=True)

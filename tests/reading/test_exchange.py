@@ -30,8 +30,9 @@ from unickpt import (
 )
 from unickpt.errors import ProcessFailed
 from unickpt.format import index
+from unickpt.reading.array_reader import LoadCounts
 from unickpt.reading.collective_read import _moved_bytes
-from unickpt.reading.shared_read import schedule
+from unickpt.reading.shared_read import Waiting, schedule
 from unickpt.testing.thread_groups import Threads
 from unickpt.types import Box, LocalFragments
 
@@ -50,6 +51,61 @@ SMALL = SaveOptions(chunk_bytes=4 * E, fsync=False)
 def left() -> dict[str, np.ndarray]:
     rng = np.random.default_rng(0)
     return {name: rng.random(shape, np.float32) for name, shape in SHAPES.items()}
+
+
+# --- what a load reports ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("slow", [0, 2])
+def test_a_report_says_what_was_read_and_received_and_for_whom_it_waited(
+    slow: int, tmp_path: Path
+) -> None:
+    state = {"w": np.arange(3000.0)}
+    unickpt.save(tmp_path / "c", state, options=SaveOptions(chunk_bytes=1000, fsync=False))
+
+    def load(process: int, options: LoadOptions) -> Any:
+        if process == slow:
+            time.sleep(1.0)
+        _, report = unickpt.load(tmp_path / "c", options=options, return_report=True)
+        return report, report.gather(options.group)
+
+    loads = Threads(3).run(load)
+    reports = [report for report, _ in loads]
+    assert sum(report.read_bytes for report in reports) == 24_000, "each byte once"
+    for process, (report, figures) in enumerate(loads):
+        assert report.bytes == 24_000 == report.read_bytes + report.received_bytes
+        assert 0 < report.received_bytes < 24_000
+        assert report.gb_per_s == report.bytes / 1e9 / report.seconds
+        assert f"{report.seconds:.2f} s" in report.speed_text
+        assert len(figures) == 3
+        for other, theirs in zip(reports, figures, strict=True):
+            assert theirs.read_bytes == other.read_bytes
+            assert theirs.waited_for == pytest.approx(other.waited_for)
+        if process != slow:
+            assert report.waited_for[slow] > 0.5
+            assert report.waited_s >= report.waited_for[slow]
+            assert f"most for process {slow}" in report.speed_text
+        else:
+            assert slow not in report.waited_for
+        assert str(report) == f"{tmp_path / 'c'}: loaded 1 leaf"
+
+
+SECONDS = st.lists(st.floats(0, 100), min_size=3, max_size=3)
+
+
+@settings(deadline=None)
+@given(st.lists(SECONDS, max_size=6))
+def test_a_process_waits_for_the_one_that_comes_last(steps: list[list[float]]) -> None:
+    for process in range(3):
+        counts = LoadCounts()
+        waiting = Waiting(counts, process, [10, 11, 12])
+        for seconds in steps:
+            waiting.learn(seconds)
+        waited = [seconds[process] - min(seconds) for seconds in steps]
+        assert counts.waited_s == pytest.approx(sum(waited))
+        assert sum(counts.waited_for.values()) == pytest.approx(counts.waited_s)
+        last = {10 + seconds.index(min(seconds)) for seconds in steps}
+        assert set(counts.waited_for) <= last - {10 + process}
 
 
 # --- who reads what -------------------------------------------------------------------------------

@@ -28,9 +28,10 @@ from unickpt import CheckpointCorrupt, LoadMismatch, LoadOptions, SaveOptions
 from unickpt.format import chunk_grid, index
 from unickpt.frameworks import leaves
 from unickpt.reading import node_read
+from unickpt.reading.array_reader import LoadCounts
 from unickpt.reading.node_read import SharedMemory
 from unickpt.reading.node_rendezvous import Arrival, Rendezvous, RendezvousEnded
-from unickpt.reading.shared_read import schedule
+from unickpt.reading.shared_read import Waiting, schedule
 from unickpt.types import Box, LocalFragments
 
 SMALL = SaveOptions(chunk_bytes=1 << 10, fsync=False)
@@ -124,7 +125,7 @@ def test_each_chunk_is_read_once_into_memory_of_its_own(case: Any, most: int) ->
     entry, wants = case
     rounds = schedule([entry], wants, node_read._shared_bytes, most)
     numbers: list[int] = []
-    memory = SharedMemory(_Here(0, len(wants)), rounds)
+    memory = SharedMemory(_Here(0, len(wants)), rounds, Waiting(LoadCounts(), 0))
     for number, chunks in enumerate(rounds):
         begun, used = memory.begin(number, chunks), Counter[int]()
         for chunk in chunks:
@@ -179,6 +180,23 @@ def test_chunks_that_several_need_are_read_once(
         assert found["step"] == 7
         assert all(is_right(found[str(i)], X + i) for i in range(3)), found
     assert len(chunk_reads) == len(set(chunk_reads)) == 3 * X.nbytes >> 10
+
+
+@pytest.mark.usefixtures("eager")
+def test_a_report_counts_what_other_processes_of_the_node_have_read(tmp_path: Path) -> None:
+    unickpt.save(tmp_path / "c", {"x": X}, options=SMALL)
+
+    def work(process: int) -> Any:
+        if process == 1:
+            time.sleep(0.5)
+        return unickpt.load(tmp_path / "c", {"x": columns(process)}, return_report=True)[1]
+
+    reports = together(work)
+    assert sum(report.read_bytes for report in reports) == X.nbytes
+    assert sum(report.bytes for report in reports) == X.nbytes
+    assert all(report.received_bytes < report.bytes for report in reports)
+    assert sum(report.received_bytes for report in reports) > 0
+    assert sum(report.waited_s for report in reports) > 0.3
 
 
 @pytest.mark.usefixtures("eager")

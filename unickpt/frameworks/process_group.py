@@ -365,6 +365,11 @@ class NodeCount:
         return local_count + self._count - arrived
 
 
+def launched_index() -> int:
+    """The number of this process among those of its launcher; -1 if that is not known."""
+    return next((_number(index) for index, _ in _LAUNCHED if index in os.environ), -1)
+
+
 def launched_together(group: Group | None) -> int:
     """How many processes of a group the launcher started on this node; 1 if unknown.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -37,7 +38,7 @@ from unickpt.loading.request import (
 from unickpt.loading.views import StoredView, View
 from unickpt.quoting import first_few
 from unickpt.reading import checkpoint
-from unickpt.reading.array_reader import Filled, Job, ReadArrays, read_arrays
+from unickpt.reading.array_reader import Filled, Job, LoadCounts, ReadArrays, read_arrays
 from unickpt.reading.options import LoadOptions
 from unickpt.reading.targets import NewTarget, NumberTarget
 from unickpt.threads import collection_paused
@@ -198,10 +199,12 @@ def load(
         LoadOptions.or_default(options),
         adapters(),
         None if framework == "numpy" else adapter_named(framework),
+        time.perf_counter(),
     )
     # Fills everything again; processes that exchange chunks restart together.
     loaded_tree, report = checkpoint.again(lambda: loading.load(path, like), path)
     if _log.isEnabledFor(logging.INFO):
+        _log.info("loaded %s: %s", report.url, report.speed_text)
         _log.info("%s", report)
     return (loaded_tree, report) if return_report else loaded_tree
 
@@ -234,7 +237,7 @@ def _chosen(argument: str, value: str, other: str) -> bool:
 
 
 class _Loading(NamedTuple):
-    """The arguments of a call of `load`, and the frameworks' adapters."""
+    """The arguments of a call of `load`, the frameworks' adapters, and when it began."""
 
     rules: LoadRules | None
     under: str
@@ -243,10 +246,12 @@ class _Loading(NamedTuple):
     options: LoadOptions
     among: Sequence[Adapter]
     framework: Adapter | None
+    started: float = 0.0
 
     def load(self, path: checkpoint.Source, like: Any) -> tuple[Any, LoadReport]:
         """One attempt to load; see `checkpoint.again`."""
-        with collection_paused(), _reading(self.options, self.among) as read:
+        counts = LoadCounts()
+        with collection_paused(), _reading(self.options, self.among, counts) as read:
             stored = checkpoint.opened(path, self.under, once=True).reader
             older = self._older_experts(stored)
             view, request = self._view_of(stored, like)
@@ -256,7 +261,16 @@ class _Loading(NamedTuple):
                 report = compare(view, request, self.policy)
                 view.check(self.options)
                 loaded_tree = self._read_like(view, request, report, read)
-            return loaded_tree, replace(report, older_experts=older) if older else report
+            return loaded_tree, replace(
+                report,
+                older_experts=older,
+                seconds=time.perf_counter() - self.started,
+                bytes=counts.filled_bytes,
+                read_bytes=sum(counts.read_sizes),
+                received_bytes=counts.received_bytes,
+                waited_s=counts.waited_s,
+                waited_for=counts.waited_for,
+            )
 
     def _view_of(self, stored: Reader, like: Any) -> tuple[View, LoadRequest | None]:
         """The checkpoint as the load sees it, and the request of `like`, if there is one."""
@@ -446,7 +460,9 @@ def _own_value(
 
 
 @contextmanager
-def _reading(options: LoadOptions, among: Sequence[Adapter]) -> Iterator[ReadArrays]:
+def _reading(
+    options: LoadOptions, among: Sequence[Adapter], counts: LoadCounts
+) -> Iterator[ReadArrays]:
     """The function that reads arrays: for the processes of a node where that reads less, or, as
     `exchange` says, for each process alone or for all together.
 
@@ -457,7 +473,7 @@ def _reading(options: LoadOptions, among: Sequence[Adapter]) -> Iterator[ReadArr
         if group.count > 1:
             from unickpt.reading.collective_read import exchanging  # only where it is requested
 
-            with exchanging(group, options) as read:
+            with exchanging(group, options, counts) as read:
                 yield read
             return
     with ExitStack() as stack:
@@ -468,7 +484,7 @@ def _reading(options: LoadOptions, among: Sequence[Adapter]) -> Iterator[ReadArr
             is_bar = options.progress is True  # process 0 of a job shows it
             process = (options.group or current_group(among)).index if is_bar else 0
             progress = stack.enter_context(reporting(options.progress, "loading", process))
-        yield lambda stored, jobs: _read_here(stored, jobs, options, Filled(jobs, progress))
+        yield lambda stored, jobs: _read_here(stored, jobs, options, Filled(jobs, progress, counts))
 
 
 def _read_here(

@@ -30,7 +30,7 @@ from unickpt.threads import Window, in_batches
 if TYPE_CHECKING:
     from unickpt.progress import ProgressFunction
 
-_NBYTES = attrgetter("nbytes")
+_NBYTES, _OUT = attrgetter("nbytes"), attrgetter("out")
 
 
 class Job:
@@ -131,10 +131,14 @@ def read_arrays(
             with files_kept_open():
                 for index in stored.read(batch.requests) if batch.requests else ():
                     raise mismatch(stored, batch.requests[index])
+            filled.counts.read_sizes.append(sum(map(_NBYTES, map(_OUT, batch.requests))))
             batch.finish(filled, done)
             whole, nbytes, other_jobs = [], 0, batch.other_jobs
         if whole or other_jobs:
-            own_reader = nullcontext(reader) if reader else closing(ChunkReader(stored))
+            sizes = filled.counts.read_sizes
+            own_reader = (
+                nullcontext(reader) if reader else closing(ChunkReader(stored, sizes=sizes))
+            )
             with own_reader as chunk_reader:
                 if reader is None:
                     chunk_reader.expect(nbytes + sum(map(_NBYTES, other_jobs)))
@@ -155,15 +159,50 @@ def _checking(stored: Reader, jobs: Sequence[Job]) -> Reader:
     return stored.checking() if is_most else stored
 
 
+class LoadCounts:
+    """What one load of this process reads, and how long it waits for other processes."""
+
+    __slots__ = ("filled_bytes", "read_sizes", "received_bytes", "waited_for", "waited_s")
+
+    def __init__(self) -> None:
+        self.filled_bytes = 0
+        """Of destinations."""
+        self.read_sizes: list[int] = []
+        """Bytes that were read from the storage together; threads may append to it."""
+        self.received_bytes = 0
+        """From other processes."""
+        self.waited_s = 0.0
+        self.waited_for: dict[int, float] = {}
+        """Seconds by process, as far as it is known."""
+
+    def wait(self, seconds: float, process: int = -1) -> None:
+        """Counts seconds of waiting.
+
+        Arguments:
+            seconds: how many.
+            process: for which process; negative if that is not known.
+        """
+        self.waited_s += seconds
+        if process >= 0:
+            self.waited_for[process] = self.waited_for.get(process, 0.0) + seconds
+
+
 class Filled:
     """The bytes of the destinations of jobs, as they are filled.
 
     Arguments:
         jobs: all jobs.
         progress: called with the bytes that are filled, and those of all, if given.
+        counts: of the load.
     """
 
-    def __init__(self, jobs: Sequence[Job], progress: ProgressFunction | None = None) -> None:
+    def __init__(
+        self,
+        jobs: Sequence[Job],
+        progress: ProgressFunction | None = None,
+        counts: LoadCounts | None = None,
+    ) -> None:
+        self.counts = counts or LoadCounts()
         self._total = 0 if progress is None else sum(job.nbytes for job in jobs)
         self._done, self._progress = 0, progress
         self._parts = dict[str, int]()  # of jobs that are not whole yet, by their first target
@@ -179,6 +218,7 @@ class Filled:
     def whole(self, jobs: Sequence[Job], nbytes: int) -> None:
         """Counts jobs that are filled."""
         self._done += nbytes
+        self.counts.filled_bytes += nbytes
         for job in jobs if self._parts else ():
             self._parts.pop(next(iter(job.targets)), None)
         if self._progress is not None:

@@ -55,9 +55,18 @@ class ChunkReader:
     Arguments:
         stored: the checkpoint.
         name, background: of the threads; see `Pool`.
+        sizes: gets the bytes that were read together.
     """
 
-    def __init__(self, stored: Reader, name: str = _NAME, *, background: bool = False) -> None:
+    def __init__(
+        self,
+        stored: Reader,
+        name: str = _NAME,
+        *,
+        background: bool = False,
+        sizes: list[int] | None = None,
+    ) -> None:
+        self._sizes = sizes
         threads = _MOST_THREADS if stored.location.is_remote else _local_threads()
         self._pool = Pool(threads, name, background=background)
         self._files = ExitStack()
@@ -136,6 +145,8 @@ class ChunkReader:
     def _read(self, requests: Sequence[Request]) -> None:
         for index in self._stored.read(requests) if requests else ():
             raise mismatch(self._stored, requests[index])
+        if self._sizes is not None:
+            self._sizes.append(sum(request.out.nbytes for request in requests))
 
 
 def mismatch(stored: Reader, request: Request) -> Exception:

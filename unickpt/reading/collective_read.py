@@ -29,12 +29,13 @@ from unickpt.format.reader import Reader
 from unickpt.frameworks.members import named
 from unickpt.frameworks.process_group import Group, all_gather_bytes, members_of
 from unickpt.progress import ProgressFunction, nothing, reporting
-from unickpt.reading.array_reader import Filled, Job, ReadArrays
+from unickpt.reading.array_reader import Filled, Job, LoadCounts, ReadArrays
 from unickpt.reading.options import LoadOptions
 from unickpt.reading.shared_read import (
     Exchange,
     SharedChunk,
     SharedRead,
+    Waiting,
     Wants,
     schedule,
     wants_of,
@@ -42,10 +43,11 @@ from unickpt.reading.shared_read import (
 
 _LOADING = "loading"
 _ALIGN = 16  # bytes, also of a message's header, whose first byte is the status
+_SECONDS = np.arange(8, 16)  # and whose last ones say how long the step before took
 _IN_FLIGHT = 4  # buffers in the budget: for two rounds, what is sent and what is received
 
 _Report = tuple[Wants, str, int]  # a process's needs, the checkpoint it opened, its budget
-_MESSAGE = msgspec.json.Decoder(tuple[tuple[str, str] | None, _Report | None])
+_MESSAGE = msgspec.json.Decoder(tuple[tuple[str, str] | None, _Report | None, float])
 
 # A caller may recover from these with a newer or older checkpoint or a copy; then all must.
 _SAME: Mapping[str, type[Exception]] = {
@@ -54,7 +56,7 @@ _SAME: Mapping[str, type[Exception]] = {
 
 
 @contextmanager
-def exchanging(group: Group, options: LoadOptions) -> Iterator[ReadArrays]:
+def exchanging(group: Group, options: LoadOptions, counts: LoadCounts) -> Iterator[ReadArrays]:
     """The function that reads arrays for all processes of a job together.
 
     If one process fails before it is called, the others learn of it.
@@ -62,8 +64,9 @@ def exchanging(group: Group, options: LoadOptions) -> Iterator[ReadArrays]:
     Arguments:
         group: the job.
         options: see `LoadOptions`.
+        counts: of the load.
     """
-    job = _JobRead(group, options)
+    job = _JobRead(group, options, counts)
     try:
         with reporting(options.progress, _LOADING, group.index) as progress:
             job.progress = progress
@@ -128,15 +131,26 @@ class _RoundOfMessages:
         return chunk.owner != self._job.index
 
     def exchange(self, error: Exception | None) -> None:
-        sent, received = self._sent, self._received
+        sent, received, waiting = self._sent, self._received, self._job.waiting
         self._outbox[sent.starts] = error is not None
-        with _reaching():
+        self._outbox[np.add.outer(sent.starts, _SECONDS)] = _as_bytes(waiting.last_s)
+        with _reaching(), waiting.step():
             self._inbox = self._job.group.exchange(self._outbox, sent.sizes, received.sizes)
+        waiting.learn(_as_seconds(self._inbox[np.add.outer(received.starts, _SECONDS)]))
         if error is not None or self._inbox[received.starts].any():
             self._job.gather_reports(error)
 
     def received(self, chunk: SharedChunk) -> Sequence[tuple[Box, Array]]:
         return self._received.views(self._inbox, chunk)
+
+
+def _as_bytes(seconds: float) -> Array:
+    return np.array([seconds], np.float64).view(np.uint8)
+
+
+def _as_seconds(data: Array) -> list[float]:
+    seconds: list[float] = data.view(np.float64).ravel().tolist()
+    return seconds
 
 
 def _moved_bytes(chunk: SharedChunk) -> Mapping[int, int]:
@@ -155,8 +169,9 @@ class _JobRead:
     The error of the first failed process decides for all, so that all continue in the same way.
     """
 
-    def __init__(self, group: Group, options: LoadOptions) -> None:
+    def __init__(self, group: Group, options: LoadOptions, counts: LoadCounts) -> None:
         self.group, self.index, self._options = group, group.index, options
+        self._counts, self.waiting = counts, Waiting(counts, group.index)
         self._has_reported = False
         self.progress: ProgressFunction = nothing
 
@@ -173,7 +188,7 @@ class _JobRead:
             CheckpointReplaced: in all processes, if they opened different checkpoints.
         """
         done: dict[str, Any] = {}
-        work = SharedRead(stored, jobs, self._options, Filled(jobs, self.progress))
+        work = SharedRead(stored, jobs, self._options, Filled(jobs, self.progress, self._counts))
         opened = f"{stored.index.attempt} {stored.index.created} {stored.under}"
         self._has_reported = True
         reports = self.gather_reports(None, (wants_of(jobs), opened, self._options.working_bytes))
@@ -203,10 +218,12 @@ class _JobRead:
         """
         text = str(error).encode(errors="backslashreplace").decode()  # paths may be any bytes
         failed = None if error is None else (type(error).__name__, text)
-        own_report = msgspec.json.encode((failed, report))
-        with _reaching():
-            every = list(map(_MESSAGE.decode, all_gather_bytes(self.group, own_report)))
-        for process, (failure, _) in enumerate(every):
+        own_report = msgspec.json.encode((failed, report, self.waiting.last_s))
+        with _reaching(), self.waiting.step():
+            messages = all_gather_bytes(self.group, own_report)
+        every = list(map(_MESSAGE.decode, messages))
+        self.waiting.learn([seconds for _, _, seconds in every])
+        for process, (failure, _, _) in enumerate(every):
             if failure is None:
                 continue
             if error is not None and process == self.index:
@@ -215,7 +232,7 @@ class _JobRead:
             made = _SAME.get(kind, ProcessFailed)
             who = named(members_of(self.group), [process])
             raise made(f"{who} failed: {kind}: {text}") from error
-        return [theirs for _, theirs in every if theirs is not None]
+        return [theirs for _, theirs, _ in every if theirs is not None]
 
 
 @contextmanager

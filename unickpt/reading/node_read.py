@@ -17,6 +17,8 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import struct
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -29,7 +31,7 @@ from unickpt.arrays import dtypes
 from unickpt.arrays.box import Box
 from unickpt.arrays.dtypes import Array
 from unickpt.format.reader import Reader
-from unickpt.frameworks.process_group import launched_together
+from unickpt.frameworks.process_group import launched_index, launched_together
 from unickpt.reading.array_reader import Filled, Job, read_arrays
 from unickpt.reading.chunk_reader import ChunkReader
 from unickpt.reading.node_rendezvous import Arrival, Rendezvous, RendezvousEnded, can_meet
@@ -39,6 +41,7 @@ from unickpt.reading.shared_read import (
     Rounds,
     SharedChunk,
     SharedRead,
+    Waiting,
     Wants,
     schedule,
     wanted_chunks,
@@ -64,7 +67,9 @@ _TIMEOUT_S = 60.0
 _ROUND_BYTES, _ROUND_BYTES_LOCAL = 128 << 20, 16 << 20
 _ALIGN = 64  # of chunks in shared memory, in bytes
 _ROUNDS_HELD = 3  # in shared memory at a time
-_REPORT = msgspec.json.Decoder(tuple[Wants, int])  # what a process needs, bytes of a round
+# What a process needs, bytes of a round, its number in the job.
+_REPORT = msgspec.json.Decoder(tuple[Wants, int, int])
+_SECONDS = struct.Struct("<d")
 
 
 def read_on_node(
@@ -113,13 +118,16 @@ class _NodeRead:
         stored, options, index = self.stored, self.options, self.stored.index
         purpose = f"{__version__} {index.attempt} {index.created} {options.verify} {stored.under}"
         patience_s = _PATIENCE_S if _is_slow(stored) else min(_PATIENCE_S, mine / _PATIENCE_BYTES)
+        counts = self.filled.counts
         most, timeout_s = _ALONE_BYTES, min(options.timeout_s, _TIMEOUT_S)
         with (
             Arrival(purpose, launched_together(options.group), timeout_s) as arrival,
-            closing(ChunkReader(stored)) as alone,
+            closing(ChunkReader(stored, sizes=counts.read_sizes)) as alone,
         ):
             while left := self.left(jobs):
+                began = time.perf_counter()
                 met = arrival.wait(patience_s)
+                counts.wait(time.perf_counter() - began)
                 if met is not None:
                     self._read_with(met, left)
                     return
@@ -136,10 +144,12 @@ class _NodeRead:
         stored, options = self.stored, self.options
         most = _ROUND_BYTES if _is_slow(stored) else _ROUND_BYTES_LOCAL
         most = max(_ALIGN, min(most, options.working_bytes // _ROUNDS_HELD))
-        own_report = msgspec.json.encode((wants_of(jobs), most))
+        number = launched_index() if options.group is None else options.group.index
+        own_report = msgspec.json.encode((wants_of(jobs), most, number))
         reports = list(map(_REPORT.decode, met.gather(own_report)))
-        wants = [theirs for theirs, _ in reports]
-        most = min(nbytes for _, nbytes in reports)
+        wants = [theirs for theirs, _, _ in reports]
+        most = min(nbytes for _, nbytes, _ in reports)
+        waiting = Waiting(self.filled.counts, met.index, [process for _, _, process in reports])
         entries = [e for e in stored.index.arrays.values() if any(e.name in w for w in wants)]
         rounds = schedule(entries, wants, _shared_bytes, most)
         spared = [(len(c.wanted_boxes) - 1) * c.nbytes for chunks in rounds for c in chunks]
@@ -151,7 +161,7 @@ class _NodeRead:
         if set(met.gather(planned)) != {planned}:
             raise RendezvousEnded("they planned differently")
         work = SharedRead(stored, jobs, options, self.filled)
-        work.read(rounds, SharedMemory(met, rounds), self.done)
+        work.read(rounds, SharedMemory(met, rounds, waiting), self.done)
 
 
 def _is_slow(stored: Reader) -> bool:
@@ -211,13 +221,14 @@ class SharedMemory:
     Arguments:
         met: the processes.
         rounds: all rounds.
+        waiting: measures them.
 
     Raises:
         RendezvousEnded: there is no such memory.
     """
 
-    def __init__(self, met: Rendezvous, rounds: Rounds) -> None:
-        self.index, self._met = met.index, met
+    def __init__(self, met: Rendezvous, rounds: Rounds, waiting: Waiting) -> None:
+        self.index, self._met, self._waiting = met.index, met, waiting
         # For each chunk that others need: the third of its owner's memory, and its offset there.
         self._places: dict[tuple[str, int], tuple[int, int]] = {}
         self._round_bytes = 0
@@ -245,7 +256,10 @@ class SharedMemory:
 
     def exchange(self, error: Exception | None) -> None:
         self.end(error)
-        self._met.gather(b"")  # waits for all
+        last_s = _SECONDS.pack(self._waiting.last_s)
+        with self._waiting.step():
+            messages = self._met.gather(last_s)  # waits for all
+        self._waiting.learn([_SECONDS.unpack(message)[0] for message in messages])
 
     def received(self, chunk: SharedChunk) -> Sequence[tuple[Box, Array]]:
         third, offset = self._places[chunk.key]

@@ -8,7 +8,9 @@ https://arxiv.org/abs/2407.20143, section 4, eliminates repeated reads among rep
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -18,7 +20,7 @@ from unickpt.format import chunk_grid
 from unickpt.format.chunk_grid import Part
 from unickpt.format.index import ArrayEntry
 from unickpt.format.reader import Reader
-from unickpt.reading.array_reader import Filled, Job, prepare, slots_of
+from unickpt.reading.array_reader import Filled, Job, LoadCounts, prepare, slots_of
 from unickpt.reading.chunk_reader import ChunkReader, Task
 from unickpt.reading.options import LoadOptions
 from unickpt.reading.read_plan import ChunkRead, Consumer, by_chunk
@@ -119,6 +121,40 @@ def schedule(
     return rounds if rounds[0] else []
 
 
+class Waiting:
+    """How long this process waits for each of the others, in steps that all of them end together.
+
+    The last one to come waits the least: so long the step itself takes. Processes learn it from
+    each other, in the messages of the next step; no clocks of different machines are compared.
+
+    Arguments:
+        counts: of the load.
+        index: of this process.
+        numbers: of all processes, for `counts`; by default, their indices.
+    """
+
+    def __init__(
+        self, counts: LoadCounts, index: int, numbers: Sequence[int] | None = None
+    ) -> None:
+        self._counts, self._index, self._numbers = counts, index, numbers
+        self.last_s = 0.0
+        """How long the last step took this process."""
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """A step."""
+        began = time.perf_counter()
+        yield
+        self.last_s = time.perf_counter() - began
+
+    def learn(self, seconds: Sequence[float]) -> None:
+        """Counts how long the step before the last one took each process."""
+        last = min(range(len(seconds)), key=seconds.__getitem__)
+        if last != self._index:
+            number = last if self._numbers is None else self._numbers[last]
+            self._counts.wait(seconds[self._index] - seconds[last], number)
+
+
 class Exchange(Protocol):
     """The exchange of one round between processes."""
 
@@ -199,6 +235,7 @@ class SharedRead:
         self, stored: Reader, jobs: Sequence[Job], options: LoadOptions, filled: Filled
     ) -> None:
         self._stored, self._verify, self._filled = stored, options.verify, filled
+        self._counts = filled.counts
         self._fillings = [_Filling(job) for job in jobs]
         self._by_entry = {entry.name: f for f in self._fillings for entry in f.job.entries}
         self._error: Exception | None = None
@@ -214,7 +251,7 @@ class SharedRead:
             if self._me in chunk.wanted_boxes:
                 filling = self._by_entry[chunk.entry.name]
                 filling.left = filling.chunks = filling.chunks + 1
-        self._reader = ChunkReader(self._stored)
+        self._reader = ChunkReader(self._stored, sizes=self._counts.read_sizes)
         try:
             for filling in self._fillings:
                 if not filling.chunks:
@@ -274,6 +311,9 @@ class SharedRead:
             ],
         )
         for chunk in own_chunks:
+            if chunk.owner != self._me:
+                boxes = chunk.wanted_boxes[self._me]
+                self._counts.received_bytes += chunk.entry.itemsize * sum(b.size for b in boxes)
             filling = self._by_entry[chunk.entry.name]
             filling.left -= 1
             if filling.left:

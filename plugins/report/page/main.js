@@ -99,6 +99,12 @@ function _overview() {
 
 function _loads() {
   const box = section("Loads", "As they were told of in the files of --metrics.");
+  const figure = (title, value, text) => ({
+    title,
+    number: true,
+    value,
+    text: (l) => (value(l) > 0 ? text(value(l)) : ""),
+  });
   const kinds = [...new Set(data.loads.flatMap((load) => Object.keys(load.counts)))];
   box.append(
     table(
@@ -111,6 +117,18 @@ function _loads() {
           value: (l) => (Object.hasOwn(l.counts, kind) ? l.counts[kind] : 0),
           text: (l) => (Object.hasOwn(l.counts, kind) ? grouped(l.counts[kind]) : ""),
         })),
+        figure("seconds", (l) => l.seconds, seconds),
+        figure("bytes", (l) => l.bytes, bytes),
+        figure("rate", (l) => (l.seconds > 0 ? l.bytes / l.seconds : 0), rate),
+        figure("read", (l) => l.read, bytes),
+        figure("received", (l) => l.received, bytes),
+        {
+          ...figure("waited", (l) => l.waited, seconds),
+          text: (l) =>
+            l.waited > 0
+              ? seconds(l.waited) + (l.waitedFor ? `, most for process ${l.waitedFor}` : "")
+              : "",
+        },
         {
           title: "what",
           name: true,
