@@ -29,9 +29,10 @@ STORED = ROOT / "tests" / "durations.json"
 RECORD = "unickpt/durations"  # in pytest's cache
 MARKS = ("integration", "slow", "trainers", "environment", "gpu")  # of tests that may take long
 LIMIT_S = 1.5
-# In a run, it fails from here on: the same test takes this much longer on a busy machine, or if it
-# is the first that imports a framework. `make durations` lists all.
+# In a run, it fails from here on: the same test takes this much longer on a busy machine.
+# `make durations` lists all.
 LIMIT_OF_A_RUN_S = 3 * LIMIT_S
+IMPORTS = 100  # a test that is the first to import so many modules is not judged
 LONG_S = 1.0  # tests that are stored by name
 SLOWER, SLOWER_S = 1.3, 1.0  # what counts as slower: so many times, and by so many seconds
 
@@ -75,11 +76,13 @@ class Recorder:
     def __init__(self, config: pytest.Config) -> None:
         self._config = config
         self._before = (0.0, 0.0, 0.0)
+        self._modules = 0
         self._tests: dict[str, list[Any]] = {}
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_protocol(self) -> None:
         self._before = sum(os.times()[:4]), computed(), _waited()
+        self._modules = len(sys.modules)
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_makereport(
@@ -94,7 +97,9 @@ class Recorder:
         marked = any(item.get_closest_marker(mark) for mark in MARKS)
         seconds = max(0.0, call.duration - waited)
         report.took = [seconds, own + max(0.0, others), marked]
-        text = None if marked or call.when != "call" else too_long(Took(seconds, own, marked))
+        imports = len(sys.modules) - self._modules >= IMPORTS
+        judged = not marked and not imports and call.when == "call"
+        text = too_long(Took(seconds, own, marked)) if judged else None
         if text and report.passed:
             report.outcome, report.longrepr = "failed", text
         return report

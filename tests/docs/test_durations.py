@@ -14,7 +14,7 @@ from durations import Took
 from support import TESTS
 
 A_RUN = """
-import time, pytest
+import sys, time, pytest
 def busy(seconds):
     start = time.process_time()
     while time.process_time() - start < seconds: pass
@@ -24,6 +24,9 @@ def test_long(): busy(0.8)
 def test_marked(): busy(0.8)
 @pytest.mark.integration
 def test_waits(): time.sleep(1)
+def test_imports():
+    sys.modules.update({f"module_{i}": time for i in range(200)})
+    busy(0.8)
 """
 
 
@@ -45,12 +48,12 @@ def test_a_run_fails_what_is_long_without_a_mark_and_records_all(tmp_path: Path)
         return subprocess.run(words, cwd=tmp_path, env=env, capture_output=True, text=True).stdout
 
     said = run()
-    assert "1 failed, 3 passed" in said
+    assert "1 failed, 4 passed" in said
     assert "FAILED test_run.py::test_long" in said
     assert "A test that is not marked may take 1.5 s" in said
     found = durations.recorded(tmp_path)
     assert {name.partition("::")[2] for name in found} == {
-        "test_quick", "test_long", "test_marked", "test_waits"}  # fmt: skip
+        "test_quick", "test_long", "test_marked", "test_waits", "test_imports"}  # fmt: skip
     assert not found["test_run.py::test_long"].marked
     assert found["test_run.py::test_marked"].cpu > 0.6
     waits = found["test_run.py::test_waits"]

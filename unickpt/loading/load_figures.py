@@ -10,7 +10,6 @@ import msgspec
 
 from unickpt.frameworks.leaves import adapters
 from unickpt.frameworks.process_group import all_gather_bytes, current_group, group_named, within
-from unickpt.loading.report import LoadReport
 from unickpt.reading.options import LoadOptions
 
 
@@ -28,18 +27,6 @@ class LoadFigures:
     received_bytes: int
     waited_s: float
     waited_for: Mapping[int, float]
-
-
-def of_report(report: LoadReport) -> LoadFigures:
-    """The figures of a load of this process."""
-    return LoadFigures(
-        report.seconds,
-        report.bytes,
-        report.read_bytes,
-        report.received_bytes,
-        report.waited_s,
-        report.waited_for,
-    )
 
 
 def gather(figures: LoadFigures, group: Any) -> tuple[LoadFigures, ...]:

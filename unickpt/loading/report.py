@@ -118,7 +118,15 @@ class LoadReport:
         """
         from unickpt.loading import load_figures  # few need it
 
-        return load_figures.gather(load_figures.of_report(self), group)
+        own_figures = load_figures.LoadFigures(
+            self.seconds,
+            self.bytes,
+            self.read_bytes,
+            self.received_bytes,
+            self.waited_s,
+            self.waited_for,
+        )
+        return load_figures.gather(own_figures, group)
 
     @property
     def speed_text(self) -> str:
