@@ -14,7 +14,8 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from unickpt.backends._files import loose_files
+from unickpt.backends._files import checkpoint_files
+from unickpt.backends._files.checkpoint_files import open_kind
 from unickpt.backends._files.flat_names import (
     can_nest,
     flat_names,
@@ -23,7 +24,6 @@ from unickpt.backends._files.flat_names import (
     refuse,
 )
 from unickpt.backends._files.headers import naming, sizes
-from unickpt.backends._files.loose_files import open_kind
 from unickpt.backends._files.zip_files import DEFLATED, STORED, Member, ZipFile
 from unickpt.backends._files.zip_layout import Content, ZipLayout
 from unickpt.errors import CheckpointCorrupt, UnsupportedFormat
@@ -97,7 +97,7 @@ def open(files: Files, hints: Mapping[str, Any]) -> Reader | None:
         UnsupportedFormat: there are several, or an array's dtype is one that unickpt lacks.
         StorageError: the storage failed.
     """
-    return open_kind(files, loose_files.NPZ, lambda selection: NpzReader(files, selection.names[0]))
+    return open_kind(files, checkpoint_files.NPZ, lambda chosen: NpzReader(files, chosen.names[0]))
 
 
 class NpzReader(RangeReader):

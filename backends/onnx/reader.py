@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from unickpt.backends._files import loose_files
+from unickpt.backends._files import checkpoint_files
+from unickpt.backends._files.checkpoint_files import FoundFiles, open_kind
 from unickpt.backends._files.elements import InMemoryElements, Nibbles, Unreadable
 from unickpt.backends._files.headers import MOST_RANK, Cursor, size_of, sizes
-from unickpt.backends._files.loose_files import FoundFiles, open_kind
 from unickpt.errors import CheckpointCorrupt
 from unickpt.extend import (
     Array,
@@ -66,7 +66,7 @@ def open(files: Files, hints: Mapping[str, Any]) -> Reader | None:
         table = model.table
         return OnnxReader(files, table.index(), table.boxes) if model.has_graph else None
 
-    return open_kind(files, loose_files.ONNX, make)
+    return open_kind(files, checkpoint_files.ONNX, make)
 
 
 class OnnxReader(RangeReader):

@@ -10,7 +10,7 @@ from unickpt.errors import UnsupportedLeaf
 from unickpt.extend import Run, SaveFeature, changed_repr
 from unickpt.plugins.experts.in_run import PartialSaves
 from unickpt.plugins.experts.keys import ExpertKeys
-from unickpt.plugins.experts.record import Choose, most_lost
+from unickpt.plugins.experts.lost_tokens import Choose, most_lost
 
 
 @dataclass(frozen=True)

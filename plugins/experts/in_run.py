@@ -21,9 +21,9 @@ from unickpt.extend import (
 )
 from unickpt.plugins.experts import token_counts
 from unickpt.plugins.experts.keys import ExpertKeys
+from unickpt.plugins.experts.lost_tokens import Choose, ExpertRecord
+from unickpt.plugins.experts.lost_tokens import stored as stored_record
 from unickpt.plugins.experts.partial_save import Chosen, PartialBase, PartialSave
-from unickpt.plugins.experts.record import Choose, ExpertRecord
-from unickpt.plugins.experts.record import stored as stored_record
 from unickpt.plugins.experts.token_counts import TokensSeen
 
 _log = logging.getLogger("unickpt")

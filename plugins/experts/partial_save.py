@@ -17,7 +17,7 @@ from unickpt.extend import (
 )
 from unickpt.plugins.experts import turns
 from unickpt.plugins.experts.keys import ExpertKeys
-from unickpt.plugins.experts.record import Choose, ExpertRecord, choose, recorded
+from unickpt.plugins.experts.lost_tokens import Choose, ExpertRecord, choose, recorded
 
 
 def _stored_as(entry: ArrayEntry, index: Index) -> tuple[object, ...]:

@@ -3,7 +3,7 @@
 A save takes the arrays that it skips from the save before. The evidence is
 - with "tracked": a digest of the content, which an accelerator computes (`Adapter.tokens`);
 - with False or rows: the program's declaration. Each save compares a sample of each such array with
-  the save before (`array_samples`), and hashes one of `TURNS` chunks; the chunks take turns, so
+  the save before (`change_samples`), and hashes one of `TURNS` chunks; the chunks take turns, so
   that all were hashed after `TURNS` saves. A wrong declaration is an error, which names the array.
 
 All else is staged and hashed, as without `changed`. Check-N-Run (Eisenman et al., NSDI 2022) tracks
@@ -33,7 +33,7 @@ from unickpt.extend import (
     parts_of_boxes,
     quoted,
 )
-from unickpt.plugins.incremental.array_samples import ArraySample, Sampler
+from unickpt.plugins.incremental.change_samples import ArraySample, Sampler
 from unickpt.types import Box
 
 Changed = Literal["tracked"] | Mapping[str, Any]

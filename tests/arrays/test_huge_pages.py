@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import unickpt
-from unickpt.frameworks.host_memory import prefer_huge_pages
+from unickpt.frameworks.memory_budget import prefer_huge_pages
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.skipif(

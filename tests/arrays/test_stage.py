@@ -18,7 +18,7 @@ from unickpt.arrays import strided_copy
 from unickpt.arrays.box import Box
 from unickpt.arrays.dtypes import Array
 from unickpt.format import codec
-from unickpt.frameworks.host_memory import HostBuffers, stage
+from unickpt.frameworks.memory_budget import HostBuffers, stage
 from unickpt.frameworks.protocol import Fragment
 from unickpt.threads import Window, collection_paused, in_batches
 

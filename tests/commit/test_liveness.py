@@ -44,13 +44,13 @@ sys.path.insert(0, {TESTS!r})
 import unickpt
 from support.dying import _dying
 from support.saving import numbers
-from unickpt.commit import attempt, coordinator, liveness, waits
+from unickpt.commit import attempt, coordinator, liveness, late_processes
 from unickpt.frameworks import process_states
 from unickpt.saving import writer
 
 path, index, count, session, doomed, step, slow, place, silent_s = ARGS
 logging.basicConfig(stream=sys.stdout, format="%(message)s")
-waits._FIRST_S = 1.0
+late_processes._FIRST_S = 1.0
 if silent_s:
     liveness.SILENT_S, liveness._SILENT_SIGNS, liveness.SIGN_S = silent_s, 1, {{False: 0.2}}
     liveness.READ_S, liveness.LOOK_S = {{False: 0.2}}, 0.2

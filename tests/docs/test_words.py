@@ -42,6 +42,7 @@ def bindings(tree: ast.Module) -> Iterator[str]:
             yield node.name
 
 
+@pytest.mark.integration  # parses all files
 def test_ever_fewer_names_say_nothing() -> None:
     counts = {path: sum(name in SAY_NOTHING for name in bindings(t)) for path, t in modules()}
     most = sorted(counts.items(), key=lambda item: -item[1])[:10]
@@ -85,6 +86,7 @@ def documented(docstring: str) -> Iterator[str]:
         yield from (name.lstrip("*") for name in entry[1].split(", "))
 
 
+@pytest.mark.integration  # parses all files
 def test_docstrings_describe_parameters_that_there_are() -> None:
     wrong = []
     for path, tree in modules():

@@ -26,8 +26,8 @@ import unickpt
 from unickpt import CheckpointCorrupt, Checkpointer, SaveConflict, SaveOptions, StorageError
 from unickpt.commit import coordinator, lease
 from unickpt.runs import lineage_notes, tier_copies
+from unickpt.runs.current_steps import Steps
 from unickpt.runs.step_folder import StepFolder
-from unickpt.runs.steps import Steps
 from unickpt.runs.tier_copies import Copying
 from unickpt.tools import copying as copying_tools
 

@@ -29,7 +29,7 @@ from unickpt import CheckpointExists, CheckpointNotFound, SaveOptions, StorageEr
 from unickpt.adapters import jax as jax_adapter
 from unickpt.adapters import torch as torch_adapter
 from unickpt.errors import SaveTimeout, StateChanged
-from unickpt.frameworks import host_memory
+from unickpt.frameworks import memory_budget
 from unickpt.saving import kept_chunks, saver, snapshot
 from unickpt.saving.background import PendingSave, SaveCallbacks, SaveQueue, SaveRequest
 from unickpt.saving.snapshot_policy import SnapshotMethod, SnapshotPolicy
@@ -74,7 +74,7 @@ def writing(gate: Gate, monkeypatch: pytest.MonkeyPatch) -> Gate:
 @pytest.fixture
 def copying(gate: Gate, monkeypatch: pytest.MonkeyPatch) -> Gate:
     """Nothing is copied to host memory in the background before it is opened."""
-    real = host_memory.stage
+    real = memory_budget.stage
 
     def stopped(*arguments: Any, **named: Any) -> Any:
         if threading.current_thread().name.startswith("unickpt stage"):
@@ -203,13 +203,13 @@ def test_a_chunk_larger_than_the_budget_goes_alone(tmp_path: Path) -> None:
 
 def test_host_memory_is_used_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = []
-    real = host_memory._from_system
+    real = memory_budget._from_system
 
     def counted(nbytes: int) -> Any:
         made.append(nbytes)
         return real(nbytes)
 
-    monkeypatch.setattr(host_memory, "_from_system", counted)
+    monkeypatch.setattr(memory_budget, "_from_system", counted)
     queue = SaveQueue()
     tree = {f"w{i}": np.full(MIB, i, np.float32) for i in range(6)}
     counts = []
@@ -477,7 +477,7 @@ def test_an_optimizers_step_waits_at_the_fence(
     train()
     tree = {"model": model, "optimizer": optimizer, "ema": ema}
     unickpt.save(tmp_path / "expected", tree)
-    lazily, real = [], host_memory.stage
+    lazily, real = [], memory_budget.stage
 
     def slow(fragment: Any, box: Any, *rest: Any, **named: Any) -> Any:
         if threading.current_thread().name.startswith("unickpt stage"):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 
 from unickpt.commit.attempt import Attempt, AttemptState
+from unickpt.commit.late_processes import Waits
 from unickpt.commit.messages import MORE, OK, REQUEST, Totals, WriteMore
-from unickpt.commit.waits import Waits
 from unickpt.errors import ProcessFailed, SaveTimeout
 
 # After a process gives up, how long the coordinator may take to finish a commit that was in

@@ -21,7 +21,6 @@ from unickpt.arrays.box import Box
 from unickpt.arrays.dtypes import Array
 from unickpt.errors import CheckpointCorrupt, LoadMismatch
 from unickpt.frameworks import sections
-from unickpt.frameworks.host_memory import HostBuffers, stage
 from unickpt.frameworks.leaves import (
     NOTHING,
     LocalFragments,
@@ -30,6 +29,7 @@ from unickpt.frameworks.leaves import (
     adapter_of,
     varying,
 )
+from unickpt.frameworks.memory_budget import HostBuffers, stage
 from unickpt.frameworks.process_group import Group, alone
 from unickpt.frameworks.protocol import Adapter, StoredTree
 from unickpt.frameworks.sections import EncodedValue, Joined, LazyMapping, Malformed

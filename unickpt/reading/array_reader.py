@@ -17,7 +17,7 @@ from unickpt.errors import OutOfMemory, out_of_memory
 from unickpt.format.chunk_grid import Part
 from unickpt.format.index import ArrayEntry, nbytes_of
 from unickpt.format.reader import Reader, Request
-from unickpt.frameworks.host_memory import prefer_huge_pages
+from unickpt.frameworks.memory_budget import prefer_huge_pages
 from unickpt.frameworks.protocol import ArrayTarget
 from unickpt.reading.chunk_reader import TASK_BYTES, TASK_CHUNKS, ChunkReader, mismatch
 from unickpt.reading.options import LoadOptions

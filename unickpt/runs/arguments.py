@@ -14,11 +14,11 @@ from unickpt.frameworks.leaves import adapters
 from unickpt.frameworks.protocol import Fence
 from unickpt.loading.loader import LoadArguments
 from unickpt.options import SaveOptions, joined, take_write_policy
+from unickpt.runs.current_steps import Steps
 from unickpt.runs.retention import Retention
 from unickpt.runs.roles import Roles
 from unickpt.runs.save_triggers import SaveEvery
 from unickpt.runs.step_folder import StepFolder
-from unickpt.runs.steps import Steps
 from unickpt.runs.tier_copies import Copying, Tier
 from unickpt.storage import paths
 

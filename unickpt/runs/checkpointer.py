@@ -26,6 +26,7 @@ from unickpt.runs.arguments import (
     take_tier,
 )
 from unickpt.runs.cleaning import Cleaning
+from unickpt.runs.current_steps import Steps, step_number
 from unickpt.runs.removal import Removal
 from unickpt.runs.retention import Retention
 from unickpt.runs.run_features import Listener, RunFeatures
@@ -33,7 +34,6 @@ from unickpt.runs.save_triggers import SaveEvery, SaveTriggers, SigtermHandler
 from unickpt.runs.step_folder import StepFolder
 from unickpt.runs.step_loader import StepLoader
 from unickpt.runs.step_save import StepSave, check_changed, find_base, knowing
-from unickpt.runs.steps import Steps, step_number
 from unickpt.runs.tier_copies import IN_ROOT, Copying
 from unickpt.saving.background import PendingSave, SaveQueue, SaveRequest
 from unickpt.storage import paths

@@ -9,8 +9,8 @@ from functools import partial
 
 from unickpt.errors import StorageError, UnsupportedFormat
 from unickpt.runs import attempt_folders
+from unickpt.runs.current_steps import Newer, Steps, TierVersions
 from unickpt.runs.step_folder import StepFolder
-from unickpt.runs.steps import Newer, Steps, TierVersions
 from unickpt.storage import paths
 from unickpt.threads import SerialExecutor
 

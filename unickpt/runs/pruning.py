@@ -14,9 +14,9 @@ from unickpt.quoting import first_few
 from unickpt.reading import checkpoint
 from unickpt.runs.arguments import roles_of
 from unickpt.runs.cleaning import Cleaning
+from unickpt.runs.current_steps import Steps
 from unickpt.runs.retention import Retention
 from unickpt.runs.step_folder import StepFolder
-from unickpt.runs.steps import Steps
 from unickpt.storage import errors, paths
 
 

@@ -21,10 +21,10 @@ from unickpt.frameworks.process_group import Group, members_of
 from unickpt.quoting import counted, first_few
 from unickpt.runs import attempt_folders, lineage_notes
 from unickpt.runs.cleaning import Cleaning
+from unickpt.runs.current_steps import Steps
 from unickpt.runs.roles import Roles
 from unickpt.runs.run_features import RunFeatures
 from unickpt.runs.step_folder import PROBE, StepFolder, step_before
-from unickpt.runs.steps import Steps
 from unickpt.saving.background import SaveQueue
 from unickpt.storage import paths
 from unickpt.storage.locations import Location

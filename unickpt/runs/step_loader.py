@@ -11,9 +11,9 @@ from unickpt.errors import CheckpointCorrupt, CheckpointExists, CheckpointNotFou
 from unickpt.frameworks.process_group import Group
 from unickpt.loading.loader import load
 from unickpt.quoting import first_few, shortened
+from unickpt.runs.current_steps import Steps
 from unickpt.runs.removal import agreed
 from unickpt.runs.step_folder import StepFolder
-from unickpt.runs.steps import Steps
 from unickpt.storage import paths
 from unickpt.storage.errors import Failed
 from unickpt.storage.locations import Location

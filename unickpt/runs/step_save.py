@@ -15,8 +15,8 @@ from unickpt.options import SaveOptions
 from unickpt.quoting import first_few
 from unickpt.runs import lineage_notes
 from unickpt.runs.cleaning import Cleaning
+from unickpt.runs.current_steps import Steps
 from unickpt.runs.run_features import Listener, save_ended
-from unickpt.runs.steps import Steps
 from unickpt.runs.tier_copies import Copying
 from unickpt.saving.background import SaveCallbacks
 from unickpt.saving.describe import check_mapping

@@ -28,8 +28,8 @@ from unickpt.format.refusals import refuse_unknown
 from unickpt.options import SaveOptions
 from unickpt.runs import attempt_folders, lineage_notes, orphans
 from unickpt.runs.cleaning import Cleaning
+from unickpt.runs.current_steps import Newer, Steps, TierVersions
 from unickpt.runs.step_folder import StepFolder, step_before
-from unickpt.runs.steps import Newer, Steps, TierVersions
 from unickpt.saving.background import BackgroundErrors
 from unickpt.storage import errors, local_folders, locations, paths
 from unickpt.storage.database import Database

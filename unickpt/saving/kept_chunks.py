@@ -9,7 +9,7 @@ from functools import partial
 from unickpt.arrays.dtypes import Array
 from unickpt.errors import CoverageError
 from unickpt.format import codec
-from unickpt.frameworks.host_memory import stage
+from unickpt.frameworks.memory_budget import stage
 from unickpt.references.chunks import WriteItem
 from unickpt.saving.snapshot_policy import Changes
 from unickpt.saving.staging_memory import ChunkKey, CopyMemory, HostMemoryPool, key

@@ -25,7 +25,7 @@ from unickpt.arrays.dtypes import Array, DType
 from unickpt.errors import StateChanged
 from unickpt.format import codec
 from unickpt.format.verified_chunks import SMALL
-from unickpt.frameworks.host_memory import stage
+from unickpt.frameworks.memory_budget import stage
 from unickpt.frameworks.protocol import ArraySource, Fragment, Memory, Read
 from unickpt.options import SaveOptions
 from unickpt.references.chunks import WriteItem

@@ -17,8 +17,8 @@ from unickpt.commit.coordinator import Committed, Coordinator
 from unickpt.commit.messages import Record, Totals, WriteMore
 from unickpt.errors import SaveConflict, SaveTimeout
 from unickpt.format.index import Index
-from unickpt.frameworks.host_memory import share
 from unickpt.frameworks.leaves import adapters
+from unickpt.frameworks.memory_budget import share
 from unickpt.frameworks.process_group import members_of, processes_on_node, saving_group, within
 from unickpt.frameworks.protocol import ArraySource
 from unickpt.options import SaveOptions

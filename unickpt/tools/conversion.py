@@ -19,8 +19,8 @@ from unickpt.format.index import ArrayEntry
 from unickpt.format.reader import Reader
 from unickpt.format.writer import Writer
 from unickpt.frameworks import per_process
-from unickpt.frameworks.host_memory import HostBuffers, MemoryBudget
 from unickpt.frameworks.leaves import NOTHING, Described, PerProcess, adapters
+from unickpt.frameworks.memory_budget import HostBuffers, MemoryBudget
 from unickpt.frameworks.process_group import Group
 from unickpt.frameworks.protocol import ArraySource, Memory, whole_source
 from unickpt.loading.request import Policy

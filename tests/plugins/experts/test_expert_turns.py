@@ -18,7 +18,7 @@ from support.processes import Processes
 import unickpt
 from unickpt import Checkpointer, Experts, SaveOptions
 from unickpt.plugins.experts.keys import ExpertKeys
-from unickpt.plugins.experts.record import ExpertRecord, choose
+from unickpt.plugins.experts.lost_tokens import ExpertRecord, choose
 from unickpt.plugins.experts.turns import orders
 
 TEXT = "layers/{l}/experts/{x}/*"

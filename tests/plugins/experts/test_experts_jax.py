@@ -90,6 +90,7 @@ def test_stacked_experts_on_a_mesh(
     assert steps == {0: 4, 1: 2, 2: 2, 3: 3, 4: 3, 5: 3, 6: 4, 7: 4}
 
 
+@pytest.mark.integration  # JAX compiles
 def test_another_mesh_goes_on(tmp_path: Path) -> None:
     key = "**/moe/up"
     for job, shape in enumerate([(8, 1), (2, 4), (4, 2)]):

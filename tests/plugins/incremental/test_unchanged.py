@@ -28,7 +28,7 @@ from unickpt.errors import StateChanged
 from unickpt.format.chunk_grid import parts
 from unickpt.frameworks.protocol import ArraySource, Fragment, Memory
 from unickpt.plugins.incremental import unchanged
-from unickpt.plugins.incremental.array_samples import ArraySample
+from unickpt.plugins.incremental.change_samples import ArraySample
 from unickpt.plugins.incremental.unchanged import UnchangedArrays
 from unickpt.storage.data_files import DataFile
 
@@ -450,7 +450,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 import unickpt
 from unickpt.plugins.incremental import unchanged
-from unickpt.plugins.incremental.array_samples import ArraySample
+from unickpt.plugins.incremental.change_samples import ArraySample
 
 unchanged.LEAST_BYTES = 0
 unchanged._due = lambda *_: ()

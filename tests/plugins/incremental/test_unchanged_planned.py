@@ -18,7 +18,7 @@ import unickpt
 from unickpt import Checkpointer, SaveOptions
 from unickpt.errors import StateChanged
 from unickpt.plugins.incremental import unchanged
-from unickpt.plugins.incremental.array_samples import ArraySample
+from unickpt.plugins.incremental.change_samples import ArraySample
 from unickpt.saving import saver
 
 CHUNK = 16 << 10

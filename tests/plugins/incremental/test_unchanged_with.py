@@ -19,7 +19,7 @@ from support.saving import same
 import unickpt
 from unickpt import Checkpointer, SaveOptions
 from unickpt.plugins.incremental import unchanged
-from unickpt.plugins.incremental.array_samples import ArraySample
+from unickpt.plugins.incremental.change_samples import ArraySample
 from unickpt.storage.local_files import RegularFiles
 
 CHUNK = 4096
@@ -276,7 +276,7 @@ import numpy as np
 import unickpt
 from unickpt import Checkpointer, SaveOptions
 from unickpt.plugins.incremental import unchanged
-from unickpt.plugins.incremental.array_samples import ArraySample
+from unickpt.plugins.incremental.change_samples import ArraySample
 unchanged.LEAST_BYTES = 0
 unchanged._due = lambda *_: ()
 ArraySample.differs = lambda *_: None

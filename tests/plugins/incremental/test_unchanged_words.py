@@ -22,7 +22,7 @@ from unickpt import Checkpointer, SaveOptions
 from unickpt.adapters import jax as jax_adapter
 from unickpt.errors import StateChanged
 from unickpt.plugins.incremental import unchanged
-from unickpt.plugins.incremental.array_samples import ArraySample
+from unickpt.plugins.incremental.change_samples import ArraySample
 
 CHUNK = 16 << 10
 OPTIONS = SaveOptions(chunk_bytes=CHUNK, fsync=False)

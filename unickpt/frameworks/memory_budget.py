@@ -1,4 +1,4 @@
-"""Host memory: the node's, a process's share of it by its options, and copies of boxes to it."""
+"""Memory of the host: what a process may use of it, buffers, and copies to it."""
 
 from __future__ import annotations
 
