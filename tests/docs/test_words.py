@@ -9,6 +9,8 @@ from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 TOPS = ("unickpt", "adapters", "backends", "integrations", "plugins")
 SAY_NOTHING = {
