@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
 from functools import cached_property
 from typing import Any
@@ -28,6 +29,7 @@ from unickpt.plugins.nodes.upload_notes import UploadNotes
 
 CONTROL = ".nodes"
 """In the root: what all processes must see of steps that lie in the nodes' folders."""
+_log = logging.getLogger("unickpt")
 _jobs: dict[str, Nodes] = {}
 
 
@@ -58,19 +60,45 @@ class Nodes:
         self.location = shared(control, url, self.folder, group.index)
         self.attempt = group.next_attempt()
         self.session = self.attempt.rpartition("-")[0]
-        unit, parts = chosen.unit_of(name), membership.parts_in(self.folder)
-        member = NodeProcess(name, self.server.url, unit, parts)
-        whole = control, self.attempt, group.index, group.count, member
+        self._control, self._unit = control, chosen.unit_of(name)
+        self.uploads = UploadNotes(control, self.attempt)
+        self._exchange = self.attempt
         try:
-            self.members = membership.gather(*whole, options.timeout_s)
+            self.members = self._gather(name)
         except BaseException:
             self._finalizer()
             raise
         self.lost: dict[int, Version] = {}
         """Committed steps that nobody can read."""
         _jobs[self.key] = self
-        self._control = control
-        self.uploads = UploadNotes(control, self.attempt)
+
+    def _gather(self, node: str) -> list[NodeProcess]:
+        """All processes of the job, and what is on their nodes."""
+        parts, sums = membership.parts_in(self.folder), membership.sums_in(self.folder)
+        member = NodeProcess(node, self.server.url, self._unit, parts, sums)
+        group = self.group
+        whole = self._control, self._exchange, group.index, group.count, member
+        return membership.gather(*whole, self.options.timeout_s)
+
+    @cached_property
+    def parity(self) -> Any:
+        """The arithmetic of parity, if sums of files are to be stored on other nodes."""
+        code: Any = next((f for f in self.options.all_features if f.name == "parity"), None)
+        units = len({member.unit for member in self.members})
+        if code is not None and units <= code.counts[1]:
+            _log.info("parity: only %d units of nodes; the loss of one is not covered", units)
+            return None
+        return code
+
+    @property
+    def is_protected(self) -> bool:
+        """Whether other nodes get copies or sums of files."""
+        return bool(self.chosen.replicas) or self.parity is not None
+
+    def gather_again(self) -> None:
+        """Learns what is on the nodes now; all processes call it. Raises SaveTimeout."""
+        self._exchange = f"{self.attempt}-again"
+        self.members = self._gather(self.node)
 
     def close(self) -> None:
         """Ends the server of files."""
@@ -80,7 +108,7 @@ class Nodes:
     def sees_root(self) -> bool:
         """Whether the root is still what all processes saw when they joined; else its file system
         may not be mounted, and says nothing about what is committed."""
-        return membership.is_there(self._control, self.attempt)
+        return membership.is_there(self._control, self._exchange)
 
     @cached_property
     def node(self) -> str:

@@ -9,7 +9,7 @@ import secrets
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
@@ -21,6 +21,8 @@ _ALL = "all"
 _NODE_FILE = ".node"
 _PAUSES_S = 0.01, 1.0
 _PART = re.compile(r"\d{5,}")
+SUM = re.compile(r"sum-[-\w]+")
+"""The name of a folder with a sum."""
 Parts = Mapping[str, Mapping[str, Sequence[int]]]
 """By step folder and attempt, the processes whose data files are there."""
 
@@ -34,12 +36,14 @@ class NodeProcess:
         url: where the files of this folder can be read.
         unit: what fails together with the node.
         parts: what the folder has.
+        sums: the folders of sums of other nodes' files that it has; see `node_parity`.
     """
 
     node: str
     url: str
     unit: str = ""
     parts: Parts = field(default_factory=dict)
+    sums: Mapping[str, Mapping[str, Sequence[str]]] = field(default_factory=dict)
 
 
 def node_of(folder: str) -> str:
@@ -62,23 +66,41 @@ def node_of(folder: str) -> str:
 
 def parts_in(folder: str) -> dict[str, dict[str, list[int]]]:
     """What is in the folder of a node."""
-    parts: dict[str, dict[str, list[int]]] = {}
-    for step in _folders(folder):
-        for attempt in _folders(f"{folder}{step}/processes/"):
-            names = _folders(f"{folder}{step}/processes/{attempt}/")
-            numbers = sorted(int(name) for name in names if _PART.fullmatch(name))
-            if numbers:
-                parts.setdefault(step, {})[attempt] = numbers
-    return parts
+    return {
+        step: {
+            attempt: [int(name) for name in names if _PART.fullmatch(name)]
+            for attempt, names in by_attempt.items()
+        }
+        for step, by_attempt in _names_in(folder).items()
+    }
 
 
-def files_below(top: str) -> list[str]:
-    """The files below a folder, by their paths there."""
-    return [
-        os.path.relpath(os.path.join(folder, name), top)
-        for folder, _, names in os.walk(top)
-        for name in sorted(names)
+def sums_in(folder: str) -> dict[str, dict[str, list[str]]]:
+    """The sums of other nodes' files in the folder of a node, where there are some."""
+    sums: dict[str, dict[str, list[str]]] = {}
+    for step, by_attempt in _names_in(folder).items():
+        for attempt, names in by_attempt.items():
+            if chosen := [name for name in names if SUM.fullmatch(name)]:
+                sums.setdefault(step, {})[attempt] = chosen
+    return sums
+
+
+def _names_in(folder: str) -> dict[str, dict[str, list[str]]]:
+    return {
+        step: {
+            attempt: list(_folders(f"{folder}{step}/processes/{attempt}/"))
+            for attempt in _folders(f"{folder}{step}/processes/")
+        }
+        for step in _folders(folder)
+    }
+
+
+def files_below(top: str) -> dict[str, int]:
+    """The bytes of the files below a folder, by their paths there."""
+    paths = [
+        os.path.join(folder, name) for folder, _, names in os.walk(top) for name in sorted(names)
     ]
+    return {os.path.relpath(path, top): os.stat(path).st_size for path in paths}
 
 
 def _folders(path: str) -> Iterator[str]:
@@ -139,9 +161,8 @@ def _without_repeats(members: Sequence[NodeProcess]) -> list[NodeProcess]:
     """The members, of which only the first of each node says what is in the folder."""
     seen, shortened = set[str](), []
     for member in members:
-        parts = {} if member.node in seen else member.parts
+        shortened.append(replace(member, parts={}, sums={}) if member.node in seen else member)
         seen.add(member.node)
-        shortened.append(NodeProcess(member.node, member.url, member.unit, parts))
     return shortened
 
 

@@ -35,13 +35,13 @@ class NodeSteps(StepFolder):
         return None if version is not None and version == self._lost.get(step) else version
 
     def needed(self, steps: Sequence[int]) -> Sequence[int]:
-        """With copies on other nodes, all from the newest step on that has them."""
-        if not self._nodes.chosen.replicas:
+        """With copies or parity on other nodes, all from the newest step on that has them."""
+        if not self._nodes.is_protected:
             return super().needed(steps)
         for place in range(len(steps) - 1, -1, -1):
             version = self.version(steps[place])
             name = f"step_{steps[place]}"
-            if version is not None and self._nodes.uploads.has_copies(name, version.attempt):
+            if version is not None and self._nodes.uploads.lost_nodes(name, version.attempt):
                 return steps[place:]
         return steps
 

@@ -10,16 +10,19 @@ import os
 import shutil
 import time
 import urllib.request
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
+from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 import msgspec
 
-from unickpt.extend import SerialExecutor, StepFolder, system_calls
-from unickpt.plugins.nodes.job import Nodes
+from unickpt.extend import SerialExecutor, StepFolder, Version, system_calls
 from unickpt.plugins.nodes.membership import NodeProcess
+
+if TYPE_CHECKING:
+    from unickpt.plugins.nodes.job import Nodes
 
 _log = logging.getLogger("unickpt")
 _PIECE_BYTES, _TIMEOUT_S = 1 << 20, 60.0
@@ -56,42 +59,62 @@ def keepers(members: Sequence[NodeProcess]) -> list[int]:
     return keeper_of
 
 
-class PeerCopies:
-    """Fetches the files of the processes that this one keeps copies of.
+class PeerTask:
+    """Protects the newest step by files on other nodes, in the background.
 
     Arguments:
         nodes: of the job.
         steps: that lie on them.
         bytes_per_s: the most that this process fetches in a second; None for no limit.
+    """
+
+    def __init__(self, nodes: Nodes, steps: StepFolder, bytes_per_s: float | None) -> None:
+        self._nodes, self._steps, self._rate = nodes, steps, bytes_per_s
+        failed = partial(_log.warning, "a step is not protected by other nodes: %s")
+        self._work = SerialExecutor("unickpt peers", failed)
+        self._done: Version | None = None
+
+    def start(self) -> None:
+        """Protects what is committed in the background, after earlier work."""
+        self._work.add(self._protect_newest)
+
+    def wait(self) -> None:
+        """Waits until all is done; raises nothing."""
+        self._work.wait()
+
+    def _protect_newest(self) -> None:
+        steps = self._steps.committed()
+        version = self._steps.version(steps[-1]) if steps else None
+        if version is not None and version != self._done:
+            step = f"step_{steps[-1]}"
+            self._protect(step, version.attempt, self._nodes.holders(step, version))
+            self._done = version
+
+    def _protect(self, step: str, attempt: str, holders: Mapping[int, list[NodeProcess]]) -> None:
+        """Does this process's share for a step, whose files `holders` have."""
+        raise NotImplementedError
+
+
+class PeerCopies(PeerTask):
+    """Fetches the files of the processes that this one keeps copies of.
+
+    Arguments:
+        arguments: as for `PeerTask`.
 
     Raises:
         ValueError: as `keepers`.
     """
 
-    def __init__(self, nodes: Nodes, steps: StepFolder, bytes_per_s: float | None) -> None:
-        self._nodes, self._steps, self._rate = nodes, steps, bytes_per_s
-        self._keepers = keepers(nodes.members)
-        failed = partial(_log.warning, "no copy of a step on another node: %s")
-        self._work = SerialExecutor("unickpt replicas", failed)
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._keepers = keepers(self._nodes.members)
 
-    def start(self) -> None:
-        """Fetches what is committed in the background, after earlier work."""
-        self._work.add(self._fetch_newest)
-
-    def wait(self) -> None:
-        """Waits until all is fetched; raises nothing."""
-        self._work.wait()
-
-    def _fetch_newest(self) -> None:
-        steps = self._steps.committed()
-        version = self._steps.version(steps[-1]) if steps else None
-        if version is None:
-            return
+    def _protect(self, step: str, attempt: str, holders: Mapping[int, list[NodeProcess]]) -> None:
         members, me = self._nodes.members, self._nodes.group.index
-        for process, holders in self._nodes.holders(f"step_{steps[-1]}", version).items():
+        for process, having in holders.items():
             # A step of an earlier job may have lost its copies.
-            if self._keepers[members.index(holders[0])] == me:
-                self._fetch(f"step_{steps[-1]}", version.attempt, process, holders[0])
+            if self._keepers[members.index(having[0])] == me:
+                self._fetch(step, attempt, process, having[0])
 
     def _fetch(self, step: str, attempt: str, process: int, holder: NodeProcess) -> None:
         """Fetches the files of a process; they appear together."""
@@ -102,7 +125,7 @@ class PeerCopies:
             shutil.rmtree(draft, ignore_errors=True)
             with system_calls("write", draft):
                 os.makedirs(draft)
-                for name in msgspec.json.decode(_read(url), type=list[str]):
+                for name in msgspec.json.decode(fetched(url), type=dict[str, int]):
                     self._fetch_file(url + quote(name), draft + name)
                 with suppress(FileNotFoundError):  # the step was removed meanwhile
                     os.rename(draft, target)
@@ -112,16 +135,27 @@ class PeerCopies:
         os.makedirs(os.path.dirname(path), exist_ok=True)
         with urllib.request.urlopen(url, timeout=_TIMEOUT_S) as response, open(path, "wb") as file:
             expected, received = int(response.headers["Content-Length"]), 0
-            while piece := response.read(_PIECE_BYTES):
-                began = time.monotonic()
-                received += file.write(piece)
-                if self._rate is not None:
-                    time.sleep(max(0.0, len(piece) / self._rate - (time.monotonic() - began)))
+            while True:
+                with paced(self._rate) as counted:
+                    if not (piece := response.read(_PIECE_BYTES)):
+                        break
+                    received += file.write(piece)
+                    counted(len(piece))
         if received != expected:
             raise OSError(f"{path}: {received} of {expected} bytes came")
 
 
-def _read(url: str) -> bytes:
+@contextmanager
+def paced(bytes_per_s: float | None) -> Iterator[Callable[[int], None]]:
+    """Takes as long as the bytes that are counted in it may take."""
+    counts, began = list[int](), time.monotonic()
+    yield counts.append
+    if bytes_per_s is not None:
+        time.sleep(max(0.0, sum(counts) / bytes_per_s - (time.monotonic() - began)))
+
+
+def fetched(url: str | urllib.request.Request) -> bytes:
+    """What a node answers."""
     with urllib.request.urlopen(url, timeout=_TIMEOUT_S) as response:
         data: bytes = response.read()
     return data

@@ -9,6 +9,7 @@ from unickpt import SaveOptions
 from unickpt.errors import InvalidPath
 from unickpt.extend import PathLike, StepFolder, Tier, resolve_path
 from unickpt.plugins.nodes.job import Nodes
+from unickpt.plugins.nodes.node_parity import restore
 from unickpt.plugins.nodes.node_steps import NodeSteps
 from unickpt.plugins.nodes.options import NodeOptions
 from unickpt.plugins.nodes.uploads import NodeCopying
@@ -39,4 +40,11 @@ def join(root: StepFolder, path: PathLike, arguments: dict[str, Any], options: S
             f"node_local={str(local)!r} must be a folder of each node, such as /dev/shm/run"
         )
     nodes = Nodes(root, local.path, chosen, options)
+    if any(member.sums for member in nodes.members):
+        try:
+            restore(nodes)
+            nodes.gather_again()
+        except BaseException:
+            nodes.close()
+            raise
     return Tier(NodeSteps(nodes), partial(NodeCopying, nodes))

@@ -69,6 +69,27 @@ class UploadNotes:
         names = {key.decode(errors="replace") for key in self._notes.list().result()}
         return bool(count) and all(f"{prefix}{n:05d}" in names for n in range(count or 0))
 
+    def note_sum(self, step: str, attempt: str, name: str, count: int, survives: int) -> None:
+        """Records that a node has a sum of other nodes' files, of the files as they now lie.
+
+        Arguments:
+            step, attempt: which save.
+            name: of the sum.
+            count: how many sums there are.
+            survives: how many nodes may be lost when all of them are there.
+        """
+        note = f"{step}.{attempt}.{self._job}.{count}.{survives}.{name}"
+        self._notes.write(note, b"").result()
+
+    def lost_nodes(self, step: str, attempt: str) -> int:
+        """How many nodes may be lost without losing files of a step, by copies or sums."""
+        by_copies = int(self.has_copies(step, attempt))
+        prefix = f"{step}.{attempt}.{self._job}."
+        names = [key.decode(errors="replace") for key in self._notes.list().result()]
+        notes = [name[len(prefix) :].split(".") for name in names if name.startswith(prefix)]
+        has_all = bool(notes) and len(notes) == int(notes[0][0])
+        return max(by_copies, int(notes[0][1]) if has_all else 0)
+
     def forget(self, step: str) -> None:
         """Removes the notes about a step."""
         for key in self._notes.list().result():

@@ -26,6 +26,7 @@ from unickpt.extend import (
 )
 from unickpt.plugins.nodes.job import Nodes
 from unickpt.plugins.nodes.membership import files_below, parts_in
+from unickpt.plugins.nodes.node_parity import NodeParity
 from unickpt.plugins.nodes.peer_copies import PeerCopies
 
 _AT_ONCE = 4  # files that a process uploads
@@ -49,27 +50,39 @@ class NodeCopying(TierCopying):
         self._done, self._counted = set[str](), set[str]()
         rate = nodes.chosen.upload_bytes_per_s
         self._rate = None if rate is None else rate / _on_node(nodes)
-        copies = nodes, self._local, self._rate
-        self._copies = PeerCopies(*copies) if nodes.chosen.replicas else None
-        if self._copies is not None:
-            self._copies.start()
+        peers = nodes, self._local, self._rate
+        self._on_peers: list[PeerCopies | NodeParity] = []
+        if nodes.chosen.replicas:
+            self._on_peers.append(PeerCopies(*peers))
+        if nodes.parity is not None:
+            self._on_peers.append(NodeParity(*peers, nodes.parity))
+        for protection in self._on_peers:
+            protection.start()
 
     def start(self) -> None:
-        if self._copies is not None:
-            self._copies.start()
+        for protection in self._on_peers:
+            protection.start()
         super().start()
 
     def wait(self) -> None:
-        if self._copies is not None:
-            self._copies.wait()
+        for protection in self._on_peers:
+            protection.wait()
         super().wait()
+
+    def wait_for_turn(self) -> None:
+        """Also for the protection of the step before: no later one is committed without it."""
+        for protection in self._on_peers:
+            protection.start()  # this process may not have heard of the commit yet
+            protection.wait()
+        if self._is_coordinator:
+            super().wait_for_turn()
 
     def survives(self, step: int) -> str:
         name, version = f"step_{step}", self._local.version(step)
         if version is None or super().survives(step) == IN_ROOT:
             return super().survives(step)
-        if self._uploads.has_copies(name, version.attempt):
-            return "the loss of a node"
+        if count := self._uploads.lost_nodes(name, version.attempt):
+            return "the loss of a node" if count == 1 else f"the loss of {count} nodes"
         return "the end of all processes"
 
     def follow(self, step: int, attempt: str, *, overwrite: bool) -> Any:

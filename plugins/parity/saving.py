@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import xxhash
 
 from unickpt.extend import (
@@ -21,7 +22,7 @@ from unickpt.extend import (
     storage_context,
     sync_folder,
 )
-from unickpt.plugins.parity.codes import MOST_FILES, MOST_SUMS, PIECE_BYTES, ParitySums
+from unickpt.plugins.parity.codes import MOST_FILES, MOST_SUMS, PIECE_BYTES, ParitySums, solve
 from unickpt.plugins.parity.files import FolderFiles, digest
 from unickpt.plugins.parity.tables import LIST, GroupTable, encode
 
@@ -53,6 +54,35 @@ class Parity(SaveFeature):
     def file_observer(self, folder: Location, *, fsync: bool) -> FileObserver:
         """Writes the parity files of a folder."""
         return ParityWriter(folder, *self.counts, fsync=fsync)
+
+    def encode(self, pieces: Sequence[bytes]) -> list[bytes]:
+        """The sums of some pieces, each as long as the longest; others count as filled with zeros.
+
+        Arguments:
+            pieces: at most as many as `counts` has.
+        """
+        sums = ParitySums(self.counts[1])
+        for piece in pieces:
+            sums.add([memoryview(piece)], len(piece))
+        return [np.concatenate(parts).tobytes() for parts in sums.sums()]
+
+    def decode(self, pieces: Sequence[bytes | None], sums: Mapping[int, bytes]) -> dict[int, bytes]:
+        """The pieces that are None, by their numbers, each as long as the sums.
+
+        Arguments:
+            pieces: as for `encode`.
+            sums: what `encode` returned, by number; at least as many as pieces are None.
+        """
+        lost = [number for number, piece in enumerate(pieces) if piece is None]
+        length = max(map(len, sums.values()))
+        padded = [(piece or b"").ljust(length, b"\0") for piece in pieces]
+        differences = {
+            number: np.frombuffer(own, np.uint8) ^ np.frombuffer(sums[number], np.uint8)
+            for number, own in enumerate(self.encode(padded))
+            if number in sums
+        }
+        solved = solve(lost, len(pieces), differences)
+        return {number: data.tobytes() for number, data in solved.items()}
 
 
 @dataclass

@@ -5,6 +5,7 @@ Each has the name of its node; what is there is a function of the step alone.
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import time
@@ -113,10 +114,12 @@ def run(kind: str, root: str, folders: list[str], order: dict[str, Any]) -> None
         folders: of the node of each process.
         order: `load`: the step that must be resumed, or None for none; `save`: how many steps;
             `then`: "kill" after these are committed, "stop" without closing the run, or "close";
-            `arguments`: of the Checkpointer.
+            `arguments`: of the Checkpointer; `options`: further ones of its saves.
     """
+    logging.basicConfig()  # to stderr
     side: Any = TorchSide() if kind == "torch" else JaxSide()
-    options = unickpt.SaveOptions(fsync=False, timeout_s=60, chunk_bytes=4096)
+    chosen = {"fsync": False, "timeout_s": 60, "chunk_bytes": 4096, **order.get("options", {})}
+    options = unickpt.SaveOptions(**chosen)
     checkpointer = unickpt.Checkpointer(
         root, node_local=folders[side.rank], options=options, **order.get("arguments", {})
     )
@@ -138,6 +141,8 @@ def run(kind: str, root: str, folders: list[str], order: dict[str, Any]) -> None
     if then != "close":
         for _ in range(order.get("waits", 0)):
             checkpointer.wait()
+        side.barrier()
+        print("survives", checkpointer.survives(), flush=True)
         side.barrier()
         if then == "kill":
             os.kill(os.getpid(), signal.SIGKILL)

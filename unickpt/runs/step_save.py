@@ -99,6 +99,8 @@ class StepSave:
         """Runs before anything of a step is written."""
         self._attempt = attempt
         self._steps.attempts_in_progress.add(attempt)
+        if self._copying is not None and (self._is_coordinator or self._copying.by_all):
+            self._copying.wait_for_turn()
         if not self._is_coordinator:
             return
         steps, first = self._steps, self._steps.first

@@ -90,9 +90,12 @@ class Copying:
     def close(self) -> None:
         """Ends the use of the local tier; nothing waits to be copied."""
 
+    def wait_for_turn(self) -> None:
+        """Waits until another checkpoint may wait to be copied; raises nothing."""
+        self._work.wait(_COPIES - 1)
+
     def follow(self, step: int, attempt: str, *, overwrite: bool) -> lineage_notes.Lineage:
-        """The lineage of a save in the local tier; waits until another checkpoint may wait to be
-        copied.
+        """The lineage of a save in the local tier.
 
         Arguments:
             step: that is saved.
@@ -105,7 +108,6 @@ class Copying:
             StorageError: the local tier failed.
         """
         self._session = attempt.rpartition("-")[0]
-        self._work.wait(_COPIES - 1)
         with suppress(StorageError):  # if it is unreachable, copying reports it
             self._root.check_no_checkpoint()
             self._steps.check_newest(step, self._root)

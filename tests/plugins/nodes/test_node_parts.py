@@ -18,6 +18,7 @@ from unickpt.extend import resolve_path
 from unickpt.plugins.nodes import membership
 from unickpt.plugins.nodes.file_server import FileServer
 from unickpt.plugins.nodes.membership import NodeProcess
+from unickpt.plugins.nodes.node_parity import sum_groups
 from unickpt.plugins.nodes.peer_copies import keepers
 
 
@@ -71,7 +72,7 @@ def test_ranges_are_served(
 def test_whole_files_and_names_are_served(server: FileServer) -> None:
     assert ask(f"{server.url}step_1/d") == (200, bytes(range(100)))
     assert ask(f"{server.url}step_1/empty") == (200, b"")
-    assert ask(f"{server.url}step_1/") == (200, b'["d","empty"]')
+    assert ask(f"{server.url}step_1/") == (200, b'{"d":100,"empty":0}')
     assert ask(f"{server.url}step_1/d", Range="bytes=100-200")[0] == 416
 
 
@@ -135,3 +136,30 @@ def test_what_is_no_answer_is_refused(tmp_path: Path) -> None:
     (folder / "all").write_bytes(b"[{}]")
     with pytest.raises(StorageError, match="said something else"):
         membership.gather(resolve_path(tmp_path / "control"), "x", 1, 2, NodeProcess("a", "b"), 5.0)
+
+
+# --- parity -----------------------------------------------------------------------------------
+
+
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=40), st.integers(1, 17), st.integers(1, 2))
+def test_a_unit_has_at_most_one_stream_or_sum_of_a_group(
+    units: Sequence[int], multiple: int, sums: int
+) -> None:
+    members = [NodeProcess(f"node {n}", "", f"unit {n}") for n in units]
+    groups = sum_groups(dict(enumerate(members)), members, (multiple, sums))
+    if len({*units}) <= sums:
+        assert groups == []
+        return
+    assert sorted(p for group in groups for p in group.processes) == [*range(len(units))]
+    for group in groups:
+        assert len(group.keepers) == sums
+        assert 1 <= len(group.processes) <= multiple
+        places = [units[p] for p in (*group.processes, *group.keepers)]
+        assert len({*places}) == len(places)
+
+
+def test_eight_nodes_of_nine_cost_an_eighth() -> None:
+    members = [NodeProcess(f"n{n}", "", f"n{n}") for n in range(72)]
+    groups = sum_groups(dict(enumerate(members)), members, (8, 1))
+    assert len(groups) == 9
+    assert len({keeper for group in groups for keeper in group.keepers}) == 9

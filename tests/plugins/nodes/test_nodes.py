@@ -263,6 +263,59 @@ def test_a_lost_node_costs_no_step_that_has_a_copy(cluster: Cluster) -> None:
     cluster.run(["c", "d"], load=2, then="stop", arguments=settings)
 
 
+@pytest.mark.parametrize(
+    ("parity", "lost", "kind"),
+    [((8, 1), "b", "torch"), ((2, 1), "d", "jax"), ((16, 2), "bd", "torch")],
+)
+def test_a_lost_node_is_restored_from_sums_on_others(
+    parity: tuple[int, int], lost: str, kind: str, cluster: Cluster
+) -> None:
+    options = {"parity": parity}
+    settings: Any = {"arguments": {"upload_every": 99, "keep_last": 1}, "options": options}
+    outputs = cluster.run(list("abbcd"), save=2, then="stop", waits=1, **settings)
+    losses = "a node" if len(lost) == 1 else "2 nodes"
+    assert all(f"1: 'the loss of {losses}'" in text for text in outputs), outputs
+    assert not list(cluster.path("root").glob("step_*"))
+    for node in lost:
+        cluster.lose(node)
+    left = sorted({*"abcd"} - {*lost})
+    # Without the option, too; then on other nodes and as many, with sums of the restored files.
+    settings["options"] = {}
+    cluster.run([*left, "e"], load=1, then="stop", kind=kind, **settings)
+    settings["options"] = options
+    cluster.run([*left, "e", "f"], load=1, then="kill", waits=1, **settings)
+    cluster.lose(left[0])
+    cluster.run([*left[1:], "e", "f"], load=1, save=1, **settings)
+    assert cluster.in_root() == [2]
+
+
+def test_more_lost_nodes_than_sums_cost_the_step(cluster: Cluster) -> None:
+    settings: Any = {
+        "arguments": {"upload_every": 2, "keep_last": 2},
+        "options": {"parity": (8, 1)},
+    }
+    cluster.run(list("abc"), save=3, then="kill", waits=1, **settings)
+    assert cluster.in_root() == [1]
+    cluster.lose("a")
+    cluster.lose("b")
+    out = cluster.run(["c", "d"], load=1, then="stop", **settings)
+    assert any("resumed 1" in text for text in out)
+
+
+def test_a_damaged_sum_restores_nothing(cluster: Cluster) -> None:
+    settings: Any = {
+        "arguments": {"upload_every": 2, "keep_last": 2},
+        "options": {"parity": (8, 1)},
+    }
+    cluster.run(list("abc"), save=3, then="kill", waits=1, **settings)
+    for path in cluster.folder.glob("*/*/step_2/processes/*/sum-*/sum"):
+        data = bytearray(path.read_bytes())
+        data[7] ^= 1
+        path.write_bytes(data)
+    cluster.lose("a")
+    cluster.run(["b", "c"], load=1, then="stop", **settings)
+
+
 def test_an_upload_that_was_interrupted_is_resumed(cluster: Cluster) -> None:
     slow = {"upload_bytes_per_s": 20_000.0}
     started = cluster.start(["a", "b"], save=1, arguments=slow)
@@ -292,16 +345,23 @@ def test_the_root_may_be_a_bucket(
     s3_server.remove_bucket(moto, bucket)
 
 
+@pytest.mark.parametrize("protection", ["replicas", "parity"])
 @pytest.mark.parametrize("kills", [3, pytest.param(60, marks=pytest.mark.slow)])
 def test_a_node_that_dies_at_any_moment_costs_at_most_one_step(
-    kills: int, cluster: Cluster
+    kills: int, protection: str, cluster: Cluster
 ) -> None:
     """All processes are killed, because a job of collectives ends with any; one node is lost."""
     random_moment, nodes, least = random.Random(kills), ["n0", "n1", "n2"], -1
-    settings = {"upload_every": 10_000, "replicas": 1, "keep_last": 2}
+    settings: dict[str, Any] = {"upload_every": 10_000, "keep_last": 2}
+    options: dict[str, Any] = {}
+    if protection == "replicas":
+        settings["replicas"] = 1
+    else:
+        options["parity"] = (8, 1)
     for kill in range(kills):
         marks = cluster.folder / f"marks{kill}"  # written when what was resumed has copies again
-        started = cluster.start(nodes, save=1000, arguments=settings, marks=str(marks))
+        order = {"save": 1000, "arguments": settings, "options": options, "marks": str(marks)}
+        started = cluster.start(nodes, **order)
         while len(list(cluster.folder.glob(f"{marks.name}-*"))) < len(nodes):
             assert all(process.poll() is None for process in started)
             time.sleep(0.02)

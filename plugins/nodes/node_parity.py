@@ -1,0 +1,335 @@
+"""Parity across nodes: sums of several nodes' files on other nodes, and lost files from the sums.
+
+A process's files, one after the other, are one stream. The streams of processes on different nodes
+are added up to one or two sums, which lie on nodes of their own. The nodes of the next job restore
+the files that none of them has, before they read.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import urllib.request
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from urllib.parse import quote
+
+import msgspec
+import xxhash
+
+from unickpt.extend import Version, counted, find_door, first_few, system_calls, version_at
+from unickpt.plugins.nodes.membership import NodeProcess
+from unickpt.plugins.nodes.peer_copies import PeerTask, fetched, paced
+
+if TYPE_CHECKING:
+    from unickpt.plugins.nodes.job import Nodes
+
+_log = logging.getLogger("unickpt")
+_WINDOW_BYTES = 4 << 20  # of each stream, in memory
+
+
+class ParityCode(Protocol):
+    """The arithmetic, of the plug-in `parity`."""
+
+    counts: tuple[int, int]
+    """Streams, and their sums."""
+
+    def encode(self, pieces: Sequence[bytes]) -> list[bytes]:
+        """The sums of pieces."""
+        ...
+
+    def decode(self, pieces: Sequence[bytes | None], sums: Mapping[int, bytes]) -> dict[int, bytes]:
+        """The pieces that are None, by their numbers."""
+        ...
+
+
+class SumGroup(NamedTuple):
+    """Processes whose files are added up.
+
+    Arguments:
+        processes: which; all in different units.
+        keepers: for each sum the process that stores it, in further units.
+    """
+
+    processes: tuple[int, ...]
+    keepers: tuple[int, ...]
+
+
+def sum_groups(
+    holders: Mapping[int, NodeProcess], members: Sequence[NodeProcess], counts: tuple[int, int]
+) -> list[SumGroup]:
+    """The groups of a step's processes; none if the job has too few units.
+
+    Arguments:
+        holders: by process, who has its files.
+        members: the processes of the job, which share the work.
+        counts: the most processes in a group, and the sums of each.
+
+    Example:
+        >>> abc = [NodeProcess(name, "", name) for name in "abc"]
+        >>> sum_groups(dict(enumerate(abc)), abc, (8, 1))
+        [SumGroup(processes=(0, 1), keepers=(2,)), SumGroup(processes=(2,), keepers=(0,))]
+    """
+    by_unit: dict[str, list[int]] = {}
+    for index, member in enumerate(members):
+        by_unit.setdefault(member.unit, []).append(index)
+    most = min(counts[0], len(by_unit) - counts[1])
+    if most < 1:
+        return []
+    turns, order = Counter[str](), dict[int, int]()
+    for process, holder in sorted(holders.items()):
+        order[process] = turns[holder.unit]
+        turns[holder.unit] += 1
+    left, sums_of, groups = sorted(order, key=lambda p: (order[p], p)), Counter[int](), []
+    while left:
+        chosen: dict[str, int] = {}
+        for process in left:
+            if len(chosen) < most:
+                chosen.setdefault(holders[process].unit, process)
+        left = [process for process in left if process not in chosen.values()]
+        others = [
+            min(indices, key=sums_of.__getitem__)
+            for unit, indices in by_unit.items()
+            if unit not in chosen
+        ]
+        keepers = sorted(others, key=sums_of.__getitem__)[: counts[1]]
+        sums_of.update(keepers)
+        groups.append(SumGroup(tuple(chosen.values()), tuple(keepers)))
+    return groups
+
+
+class _Stream(msgspec.Struct):
+    """The files of a process: name, bytes, digest."""
+
+    process: int
+    files: list[tuple[str, int, str]]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(size for _, size, _ in self.files)
+
+    def pieces(self, offset: int, length: int) -> Iterator[tuple[str, int, int]]:
+        """The parts of files in a window of the stream: name, offset, bytes."""
+        for name, size, _ in self.files:
+            first, last = max(0, offset), min(size, offset + length)
+            if first < last:
+                yield name, first, last - first
+            offset -= size
+
+
+class _SumTable(msgspec.Struct):
+    """What a sum is of.
+
+    Arguments:
+        counts: of the code.
+        group: identifies its group.
+        number: of the sum in its group.
+        streams: of the group.
+    """
+
+    counts: tuple[int, int]
+    group: str
+    number: int
+    streams: list[_Stream]
+
+
+class NodeParity(PeerTask):
+    """Stores the sums that this process is to keep.
+
+    Arguments:
+        nodes, steps, bytes_per_s: as for `PeerTask`.
+        code: the arithmetic.
+    """
+
+    def __init__(self, nodes: Nodes, steps: Any, bytes_per_s: float | None, code: ParityCode):
+        super().__init__(nodes, steps, bytes_per_s)
+        self._code = code
+
+    def _protect(self, step: str, attempt: str, holders: Mapping[int, list[NodeProcess]]) -> None:
+        nodes, (_, sums) = self._nodes, self._code.counts
+        if len(holders) != nodes.uploads.part_count(step, attempt):
+            return  # the root has the rest
+        first_holders = {process: members[0] for process, members in holders.items()}
+        groups = sum_groups(first_holders, nodes.members, self._code.counts)
+        for index, group in enumerate(groups):
+            for number, keeper in enumerate(group.keepers):
+                if keeper == nodes.group.index:
+                    name = f"sum-{index}-{number}-{nodes.attempt}"
+                    folder = f"{step}/processes/{attempt}/"
+                    if not os.path.isdir(f"{nodes.folder}{folder}{name}"):
+                        urls = {p: f"{first_holders[p].url}{folder}" for p in group.processes}
+                        self._add_up(f"{nodes.folder}{folder}{name}", urls, number)
+                    nodes.uploads.note_sum(step, attempt, name, len(groups) * sums, sums)
+
+    def _add_up(self, folder: str, urls: Mapping[int, str], number: int) -> None:
+        """Stores a sum; it appears with its table.
+
+        Arguments:
+            folder: its own.
+            urls: by process, where its folder is.
+            number: of the sum.
+        """
+        streams = []
+        for process, url in urls.items():
+            names = msgspec.json.decode(fetched(f"{url}{process:05d}/"), type=dict[str, int])
+            streams.append(_Stream(process, [(name, size, "") for name, size in names.items()]))
+        draft, hashers = f"{folder}.new", _Hashers()
+        shutil.rmtree(draft, ignore_errors=True)
+        with system_calls("write", draft):
+            os.makedirs(draft)
+            with open(f"{draft}/sum", "wb") as file:
+                for offset in range(0, max(s.nbytes for s in streams), _WINDOW_BYTES):
+                    with paced(self._rate) as count:
+                        pieces = [
+                            _window(urls[s.process], s, offset, hashers.of(s)) for s in streams
+                        ]
+                        count(sum(map(len, pieces)))
+                    file.write(self._code.encode(pieces)[number])
+            for stream in streams:
+                own = hashers.of(stream)
+                stream.files = [(name, n, own[name].hexdigest()) for name, n, _ in stream.files]
+            group = os.path.basename(folder).replace(f"-{number}-", "-", 1)
+            table = _SumTable(self._code.counts, group, number, streams)
+            with open(f"{draft}/table", "wb") as file:
+                file.write(msgspec.json.encode(table))
+            with suppress(FileNotFoundError):  # the step was removed meanwhile
+                os.rename(draft, folder)
+
+
+class _Hashers(dict[Any, Any]):
+    """Digests in progress: of files by name, and one such set for each stream."""
+
+    def __missing__(self, name: Any) -> Any:
+        self[name] = made = _Hashers() if isinstance(name, int) else xxhash.xxh3_128()
+        return made
+
+    def of(self, stream: _Stream) -> _Hashers:
+        hashers: _Hashers = self[stream.process]
+        return hashers
+
+
+def _window(url: str, stream: _Stream, offset: int, hashers: _Hashers) -> bytes:
+    """Some bytes of a stream; fewer at its end."""
+    parts = []
+    for name, first, length in stream.pieces(offset, _WINDOW_BYTES):
+        file = f"{url}{stream.process:05d}/{quote(name)}"
+        parts.append(_range(file, first, length))
+        hashers[name].update(parts[-1])
+    return b"".join(parts)
+
+
+def _range(url: str, offset: int, length: int) -> bytes:
+    headers = {"Range": f"bytes={offset}-{offset + length - 1}"}
+    data = fetched(urllib.request.Request(url, headers=headers))
+    if len(data) != length:
+        raise OSError(f"{url}: {len(data)} of {length} bytes came")
+    return data
+
+
+# --- restoring ------------------------------------------------------------------------------------
+
+
+def restore(nodes: Nodes) -> None:
+    """Restores files of committed steps that no node has; all processes call it, and share the
+    work. What cannot be restored is logged."""
+    steps = sorted({step for member in nodes.members for step in member.sums})
+    for step in steps:
+        version = version_at(nodes.location.child(step))
+        if version is None:
+            continue
+        count = nodes.uploads.part_count(step, version.attempt) or 0
+        lost = set(range(count)) - nodes.holders(step, version).keys()
+        for process in sorted(lost):
+            if process % nodes.group.count != nodes.group.index:
+                continue
+            try:
+                _restore_process(nodes, step, version, process, lost)
+            except Exception as error:
+                _log.warning("%s: files of process %d are not restored: %s", step, process, error)
+            else:
+                _log.warning(
+                    "%s: the files of process %d, which no node had, are restored from parity",
+                    *(step, process),
+                )
+
+
+class _Sum(NamedTuple):
+    """A sum on a node: where its folder is, and its table."""
+
+    url: str
+    table: _SumTable
+
+
+def _restore_process(
+    nodes: Nodes, step: str, version: Version, process: int, lost: set[int]
+) -> None:
+    """Restores the files of a process. Raises OSError if that is not possible."""
+    below = f"{step}/processes/{version.attempt}/"
+    groups = dict[str, list[_Sum]]()
+    for member in nodes.members:
+        for name in member.sums.get(step, {}).get(version.attempt, ()):
+            url = f"{member.url}{below}{name}/"
+            table = msgspec.json.decode(fetched(f"{url}table"), type=_SumTable)
+            if any(stream.process == process for stream in table.streams):
+                groups.setdefault(table.group, []).append(_Sum(url, table))
+    reasons = []
+    for sums in groups.values():
+        gone = [s.process for s in sums[0].table.streams if s.process in lost]
+        if len(gone) > len(sums):
+            what = counted(len(sums), "sum")
+            reasons.append(f"processes {first_few(gone)} have none on any node, and {what} is left")
+            continue
+        urls = {p: f"{having[0].url}{below}" for p, having in nodes.holders(step, version).items()}
+        for other in gone:  # also one that this process has just restored
+            urls.pop(other, None)
+        _rebuild(f"{nodes.folder}{below}{process:05d}", process, sums, urls)
+        return
+    raise OSError("; ".join(reasons) or "no node has a sum of them")
+
+
+def _rebuild(folder: str, process: int, sums: Sequence[_Sum], urls: Mapping[int, str]) -> None:
+    """Restores the files of a process; they appear together.
+
+    Arguments:
+        folder: for these files.
+        process: which.
+        sums: of its group.
+        urls: by process, where its folder is; lost ones are missing.
+    """
+    streams = sums[0].table.streams
+    code, draft, hashers = _code(sums[0].table.counts), f"{folder}.new", _Hashers()
+    place = [stream.process for stream in streams].index(process)
+    nbytes = max(stream.nbytes for stream in streams)
+    shutil.rmtree(draft, ignore_errors=True)
+    with system_calls("write", draft):
+        for name, _, _ in streams[place].files:
+            os.makedirs(os.path.dirname(f"{draft}/{name}"), exist_ok=True)
+            open(f"{draft}/{name}", "wb").close()
+        for offset in range(0, nbytes, _WINDOW_BYTES):
+            pieces = [
+                _window(urls[s.process], s, offset, hashers.of(s)) if s.process in urls else None
+                for s in streams
+            ]
+            length = min(_WINDOW_BYTES, nbytes - offset)
+            stored = {s.table.number: _range(f"{s.url}sum", offset, length) for s in sums}
+            data, start = code.decode(pieces, stored)[place], 0
+            for name, _, size in streams[place].pieces(offset, _WINDOW_BYTES):
+                with open(f"{draft}/{name}", "ab") as file:
+                    file.write(data[start : start + size])
+                hashers[name].update(data[start : start + size])
+                start += size
+        for name, _, digest in streams[place].files:
+            if hashers[name].hexdigest() != digest:
+                raise OSError(f"{name}: its sum, or another file of its group, is damaged")
+        os.rename(draft, folder)
+
+
+def _code(counts: tuple[int, int]) -> ParityCode:
+    door = find_door("features", "parity")
+    if door is None:
+        raise OSError("the plug-in parity is missing")
+    made: ParityCode = door.open()(tuple(counts))
+    return made
