@@ -90,18 +90,18 @@ def sum_groups(
             if len(chosen) < most:
                 chosen.setdefault(holders[process].unit, process)
         left = [process for process in left if process not in chosen.values()]
-        others = [
+        candidates = [
             min(indices, key=sums_of.__getitem__)
             for unit, indices in by_unit.items()
             if unit not in chosen
         ]
-        keepers = sorted(others, key=sums_of.__getitem__)[: counts[1]]
+        keepers = sorted(candidates, key=sums_of.__getitem__)[: counts[1]]
         sums_of.update(keepers)
         groups.append(SumGroup(tuple(chosen.values()), tuple(keepers)))
     return groups
 
 
-class _Stream(msgspec.Struct):
+class _PartStream(msgspec.Struct):
     """The files of a process: name, bytes, digest."""
 
     process: int
@@ -133,7 +133,7 @@ class _SumTable(msgspec.Struct):
     counts: tuple[int, int]
     group: str
     number: int
-    streams: list[_Stream]
+    streams: list[_PartStream]
 
 
 class NodeParity(PeerTask):
@@ -175,7 +175,7 @@ class NodeParity(PeerTask):
         streams = []
         for process, url in urls.items():
             names = msgspec.json.decode(fetched(f"{url}{process:05d}/"), type=dict[str, int])
-            streams.append(_Stream(process, [(name, size, "") for name, size in names.items()]))
+            streams.append(_PartStream(process, [(name, size, "") for name, size in names.items()]))
         draft, hashers = f"{folder}.new", _Hashers()
         shutil.rmtree(draft, ignore_errors=True)
         with system_calls("write", draft):
@@ -184,13 +184,13 @@ class NodeParity(PeerTask):
                 for offset in range(0, max(s.nbytes for s in streams), _WINDOW_BYTES):
                     with paced(self._rate) as count:
                         pieces = [
-                            _window(urls[s.process], s, offset, hashers.of(s)) for s in streams
+                            _window(urls[s.process], s, offset, hashers.of_part(s)) for s in streams
                         ]
                         count(sum(map(len, pieces)))
                     file.write(self._code.encode(pieces)[number])
             for stream in streams:
-                own = hashers.of(stream)
-                stream.files = [(name, n, own[name].hexdigest()) for name, n, _ in stream.files]
+                by_name = hashers.of_part(stream)
+                stream.files = [(name, n, by_name[name].hexdigest()) for name, n, _ in stream.files]
             group = os.path.basename(folder).replace(f"-{number}-", "-", 1)
             table = _SumTable(self._code.counts, group, number, streams)
             with open(f"{draft}/table", "wb") as file:
@@ -206,12 +206,12 @@ class _Hashers(dict[Any, Any]):
         self[name] = made = _Hashers() if isinstance(name, int) else xxhash.xxh3_128()
         return made
 
-    def of(self, stream: _Stream) -> _Hashers:
+    def of_part(self, stream: _PartStream) -> _Hashers:
         hashers: _Hashers = self[stream.process]
         return hashers
 
 
-def _window(url: str, stream: _Stream, offset: int, hashers: _Hashers) -> bytes:
+def _window(url: str, stream: _PartStream, offset: int, hashers: _Hashers) -> bytes:
     """Some bytes of a stream; fewer at its end."""
     parts = []
     for name, first, length in stream.pieces(offset, _WINDOW_BYTES):
@@ -256,7 +256,7 @@ def restore(nodes: Nodes) -> None:
                 )
 
 
-class _Sum(NamedTuple):
+class _StoredSum(NamedTuple):
     """A sum on a node: where its folder is, and its table."""
 
     url: str
@@ -268,13 +268,13 @@ def _restore_process(
 ) -> None:
     """Restores the files of a process. Raises OSError if that is not possible."""
     below = f"{step}/processes/{version.attempt}/"
-    groups = dict[str, list[_Sum]]()
+    groups = dict[str, list[_StoredSum]]()
     for member in nodes.members:
         for name in member.sums.get(step, {}).get(version.attempt, ()):
             url = f"{member.url}{below}{name}/"
             table = msgspec.json.decode(fetched(f"{url}table"), type=_SumTable)
             if any(stream.process == process for stream in table.streams):
-                groups.setdefault(table.group, []).append(_Sum(url, table))
+                groups.setdefault(table.group, []).append(_StoredSum(url, table))
     reasons = []
     for sums in groups.values():
         gone = [s.process for s in sums[0].table.streams if s.process in lost]
@@ -290,7 +290,9 @@ def _restore_process(
     raise OSError("; ".join(reasons) or "no node has a sum of them")
 
 
-def _rebuild(folder: str, process: int, sums: Sequence[_Sum], urls: Mapping[int, str]) -> None:
+def _rebuild(
+    folder: str, process: int, sums: Sequence[_StoredSum], urls: Mapping[int, str]
+) -> None:
     """Restores the files of a process; they appear together.
 
     Arguments:
@@ -310,7 +312,9 @@ def _rebuild(folder: str, process: int, sums: Sequence[_Sum], urls: Mapping[int,
             open(f"{draft}/{name}", "wb").close()
         for offset in range(0, nbytes, _WINDOW_BYTES):
             pieces = [
-                _window(urls[s.process], s, offset, hashers.of(s)) if s.process in urls else None
+                _window(urls[s.process], s, offset, hashers.of_part(s))
+                if s.process in urls
+                else None
                 for s in streams
             ]
             length = min(_WINDOW_BYTES, nbytes - offset)

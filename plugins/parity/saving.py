@@ -77,8 +77,8 @@ class Parity(SaveFeature):
         length = max(map(len, sums.values()))
         padded = [(piece or b"").ljust(length, b"\0") for piece in pieces]
         differences = {
-            number: np.frombuffer(own, np.uint8) ^ np.frombuffer(sums[number], np.uint8)
-            for number, own in enumerate(self.encode(padded))
+            number: np.frombuffer(total, np.uint8) ^ np.frombuffer(sums[number], np.uint8)
+            for number, total in enumerate(self.encode(padded))
             if number in sums
         }
         solved = solve(lost, len(pieces), differences)
