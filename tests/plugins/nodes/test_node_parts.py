@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -20,6 +21,8 @@ from unickpt.plugins.nodes.file_server import FileServer
 from unickpt.plugins.nodes.membership import NodeProcess
 from unickpt.plugins.nodes.node_parity import sum_groups
 from unickpt.plugins.nodes.peer_copies import keepers
+from unickpt.plugins.parity import codes
+from unickpt.plugins.parity.saving import Parity
 
 
 @given(st.lists(st.tuples(st.integers(0, 6), st.integers(0, 2)), min_size=1, max_size=20))
@@ -163,3 +166,37 @@ def test_eight_nodes_of_nine_cost_an_eighth() -> None:
     groups = sum_groups(dict(enumerate(members)), members, (8, 1))
     assert len(groups) == 9
     assert len({keeper for group in groups for keeper in group.keepers}) == 9
+
+
+@pytest.mark.integration  # 1,000 losses
+def test_a_thousand_losses_of_units_are_restored(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Streams of uneven bytes on up to 64 nodes in racks; what fails together is lost together."""
+    monkeypatch.setattr(codes, "SEGMENT_BYTES", 64)
+    rng = np.random.default_rng(51)
+    for case in range(1000):
+        counts = (int(rng.integers(1, 17)), 1 + case % 2)
+        code: Any = Parity(counts)
+        units = rng.integers(0, int(rng.integers(counts[1] + 1, 33)), int(rng.integers(3, 65)))
+        members = [NodeProcess(f"n{n}", "", f"rack {unit}") for n, unit in enumerate(units)]
+        groups = sum_groups(dict(enumerate(members)), members, counts)
+        if not groups:
+            continue
+        streams = [rng.bytes(int(rng.integers(0, 50))) for _ in members]
+        racks = rng.permutation(np.unique(units))
+        gone = {*racks[: counts[1] + (case % 5 == 0)]}  # sometimes more than parity covers
+        uncovered = 0
+        for group in groups:
+            pieces = [streams[p] for p in group.processes]
+            if not any(pieces):
+                continue
+            sums = dict(enumerate(code.encode(pieces)))
+            left = {n: sums[n] for n, p in enumerate(group.keepers) if units[p] not in gone}
+            have = [None if units[p] in gone else streams[p] for p in group.processes]
+            if have.count(None) > len(left):
+                uncovered += 1
+            elif None in have:
+                for place, data in code.decode(have, left).items():
+                    expected = pieces[place]
+                    assert data[: len(expected)] == expected, (case, group)
+                    assert not any(data[len(expected) :])
+        assert not uncovered or len(gone) > counts[1], case
