@@ -31,8 +31,8 @@ def command(
     unickpt seal models/llama            writes models/llama/unickpt.seal.json
     unickpt seal models/llama --check    compares every byte
 
-    --json prints {url, format, files, nbytes, problems, ok}. The exit code is 1 if a file differs
-    from what was sealed, is missing, or was added.
+    --json prints {url, format, files, nbytes, digest, problems, ok}. The exit code is 1 if a file
+    differs from what was sealed, is missing, or was added.
     """
     report = check_seal(folder) if check else seal(folder, overwrite=overwrite)
     with terminal.verdict(0 if report.ok else terminal.DIFFERENT):
@@ -41,6 +41,6 @@ def command(
             return
         what = f"{counted(report.files, 'file')} of {report.format}, {size_text(report.nbytes)}"
         verb = "sealed" if not check else "as sealed" if report.ok else "NOT as sealed"
-        print(f"{terminal.clean(report.url)}: {verb}: {what}")
+        print(f"{terminal.clean(report.url)}: {verb}: {what}, digest {report.digest}")
         for problem in report.problems:
             print(f"  {terminal.clean(problem)}")

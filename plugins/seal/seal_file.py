@@ -44,13 +44,21 @@ class Seal:
 
     def encode(self) -> bytes:
         """As the file has it; its last line is a digest of all others."""
+        return self._text + b"\n" + self.digest.encode() + b"\n"
+
+    @property
+    def digest(self) -> str:
+        """The digest of the seal itself."""
+        return digest_of(self._text)
+
+    @property
+    def _text(self) -> bytes:
         files = {
             name: {"bytes": size, "xxh3_128": list(self.digests[name])}
             for name, size in sorted(self.sizes.items())
         }
         facts = {"seal": _VERSION, "format": self.format, "block_bytes": self.block_bytes}
-        text = json.dumps({**facts, "files": files}, indent=0).encode()
-        return text + b"\n" + digest_of(text).encode() + b"\n"
+        return json.dumps({**facts, "files": files}, indent=0).encode()
 
     def is_weights(self, name: str) -> bool:
         """Whether a load reads the arrays of a file, and so checks it block by block."""

@@ -30,6 +30,7 @@ class SealReport:
         url: the folder.
         format: of it.
         files, nbytes: how many files the seal covers, and their bytes.
+        digest: of the seal. `open(path, hints={"sealed": digest})` requires this one.
         problems: how the folder differs from its seal; empty if it does not.
     """
 
@@ -37,6 +38,7 @@ class SealReport:
     format: str
     files: int
     nbytes: int
+    digest: str
     problems: tuple[str, ...] = ()
 
     @property
@@ -106,7 +108,7 @@ def seal(path: PathLike, *, overwrite: bool = False, progress: Progress = None) 
         } != known_sizes:
             raise CheckpointCorrupt(f"{location} was changed while it was sealed; seal it again")
         location.store(storage_context()).write(NAME, sealed.encode()).result()
-    return SealReport(location.url, format, len(sizes), total)
+    return SealReport(location.url, format, len(sizes), total, sealed.digest)
 
 
 def check_seal(path: PathLike) -> SealReport:
@@ -123,5 +125,7 @@ def check_seal(path: PathLike) -> SealReport:
         if sealed_files is None:
             raise CheckpointNotFound(f"{location} has no seal; make one with `unickpt seal`")
         problems = tuple(sealed_files.problems(is_full=True))
-    format, sizes = sealed_files.seal.format, sealed_files.seal.sizes.values()
-    return SealReport(location.url, format, len(sizes), sum(sizes), problems)
+    checked, sizes = sealed_files.seal, sealed_files.seal.sizes.values()
+    return SealReport(
+        location.url, checked.format, len(sizes), sum(sizes), checked.digest, problems
+    )

@@ -262,3 +262,23 @@ def test_no_damage_is_accepted(data: st.DataObject, make: Any, is_small: bool) -
 @examples(500)
 def test_none_of_many_damages_is_accepted(data: st.DataObject, make: Any, is_small: bool) -> None:
     survive(make, data, 20, is_small)
+
+
+@pytest.mark.parametrize("make", MAKERS)
+def test_a_seal_can_be_required(make: Callable[[Path], None], tmp_path: Path) -> None:
+    make(tmp_path)
+    folder = tmp_path / "sealed"
+    for required in (True, "0" * 32):
+        with pytest.raises(CheckpointCorrupt, match="is missing, which the hint `sealed` requires"):
+            unickpt.open(folder, hints={"sealed": required})
+    digest = seal(folder).digest
+    assert check_seal(folder).digest == digest
+    for hint in (True, digest, False):
+        assert set(unickpt.open(folder, hints={"sealed": hint})) == set(ARRAYS)
+    with pytest.raises(HintError, match="neither True nor the digest"):
+        unickpt.open(folder, hints={"sealed": 1.5})
+    (folder / "notes.txt").write_text("added")
+    other = seal(folder, overwrite=True).digest
+    assert other != digest
+    with pytest.raises(CheckpointCorrupt, match=f"has the digest {other}.*sealed again"):
+        unickpt.open(folder, hints={"sealed": digest})
