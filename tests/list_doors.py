@@ -21,6 +21,8 @@ def source() -> str:
         "DOORS = {",
     ]
     for group, entries in project["entry-points"].items():
+        if not group.startswith("unickpt."):  # a door of another package, such as vLLM's
+            continue
         lines.append(f'    "{group.removeprefix("unickpt.")}": {{')
         lines += [f'        "{name}": "{target}",' for name, target in entries.items()]
         lines.append("    },")
