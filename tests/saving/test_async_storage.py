@@ -811,6 +811,7 @@ def test_s3_that_fails_for_good_fails_the_save(
     with pytest.raises(StorageError, match=f"{run}/step_3"):
         checkpointer.close()
     s3.heal()
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "10")  # moto itself fails rarely
     check(run, [1])
     with Checkpointer(run, options=FAST) as checkpointer:
         checkpointer.save(4, numbers(4))
