@@ -11,13 +11,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support.strategies import examples
 
 from unickpt import SaveConflict, SaveOptions, UnickptError
-from unickpt.extend import local_folders
+from unickpt.extend import Box, local_folders
 from unickpt.plugins.weights import Follower, Publisher
+from unickpt.types import LocalFragments
 
 pytestmark = pytest.mark.plugins
 OPTIONS = SaveOptions(chunk_bytes=1 << 12, fsync=False, kept_cost=1)
@@ -47,8 +49,17 @@ class History:
         return Publisher(self.root, keep_last=self.keep_last, options=OPTIONS)
 
     def new_follower(self) -> tuple[Follower, dict[str, Any]]:
-        live = {name: np.zeros_like(array) for name, array in self.state.items()}
-        return Follower(self.root, live, lease_s=1000), live
+        live: dict[str, Any] = {name: np.zeros_like(array) for name, array in self.state.items()}
+        kind = self.data.draw(st.sampled_from(["in place", "swap", "parts"]))
+        tree: dict[str, Any] = live
+        if kind == "swap":
+            tree = live = {name: torch.from_numpy(array) for name, array in live.items()}
+        elif kind == "parts":  # as of one rank, twice
+            halves = [(Box((0, a), (64, b)), live["w"][:, a:b]) for a, b in ((0, 40), (40, 64))]
+            tree = {**live, "w": LocalFragments(SHAPE, halves)}
+        is_swap, keeps = kind == "swap", self.data.draw(st.booleans())
+        follower = Follower(self.root, tree, lease_s=1000, swap=is_swap, keep_copies=keeps)
+        return follower, live
 
     def draw_follower(self) -> int:
         return self.data.draw(st.integers(0, 1))
@@ -146,10 +157,11 @@ class History:
         """What is live is the version that the follower reports."""
         for follower, live in self.followers:
             if follower.version is None:
-                assert not any(array.any() for array in live.values())
+                assert not any(np.asarray(array).any() for array in live.values())
                 continue
             expected = self.versions[follower.version]
-            assert all(live[name].tobytes() == expected[name].tobytes() for name in expected)
+            arrays = {name: np.asarray(array) for name, array in live.items()}
+            assert all(arrays[name].tobytes() == expected[name].tobytes() for name in expected)
 
 
 def live_through(data: st.DataObject, steps: int) -> None:
