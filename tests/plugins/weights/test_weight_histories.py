@@ -140,7 +140,7 @@ class History:
         file = self.data.draw(st.sampled_from(files))
         content = bytearray(file.read_bytes())
         if content:
-            content[self.data.draw(st.integers(0, len(content) - 1))] ^= 8
+            content[self.data.draw(st.integers(0, 1 << 20)) % len(content)] ^= 8
             file.write_bytes(content)
             self.damaged.add(there[-1])
 
