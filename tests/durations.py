@@ -29,8 +29,8 @@ STORED = ROOT / "tests" / "durations.json"
 RECORD = "unickpt/durations"  # in pytest's cache
 MARKS = ("integration", "slow", "trainers", "environment", "gpu")  # of tests that may take long
 LIMIT_S = 1.5
-# In a run, it fails from here on: on a slow machine whose cores are shared, the same test takes this
-# much longer, in CPU seconds too. `make durations` lists all.
+# In a run, it fails from here on: on a slow machine whose cores are shared, the same test takes
+# this much longer, in CPU seconds too. `make durations` lists all.
 LIMIT_OF_A_RUN_S = 5 * LIMIT_S
 IMPORTS = 100  # a test that is the first to import so many modules is not judged
 LONG_S = 1.0  # tests that are stored by name
