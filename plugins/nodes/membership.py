@@ -97,10 +97,13 @@ def _names_in(folder: str) -> dict[str, dict[str, list[str]]]:
 
 def files_below(top: str) -> dict[str, int]:
     """The bytes of the files below a folder, by their paths there."""
-    paths = [
-        os.path.join(folder, name) for folder, _, names in os.walk(top) for name in sorted(names)
-    ]
-    return {os.path.relpath(path, top): os.stat(path).st_size for path in paths}
+    sizes = {}
+    for folder, _, names in os.walk(top):
+        for name in sorted(names):
+            path = os.path.join(folder, name)
+            with suppress(FileNotFoundError):  # the step is being removed
+                sizes[os.path.relpath(path, top)] = os.stat(path).st_size
+    return sizes
 
 
 def _folders(path: str) -> Iterator[str]:

@@ -12,6 +12,20 @@ from unittest import mock
 import pytest
 
 
+def hash_at_once() -> None:
+    """Has moto compute an object's ETag when it is made: its answer to a PUT does so too late if
+    another request has replaced the object, and fails."""
+    from moto.s3.models import FakeKey
+
+    make = FakeKey.__init__
+
+    def made(self: Any, *args: Any, **kwargs: Any) -> None:
+        make(self, *args, **kwargs)
+        _ = self.etag
+
+    FakeKey.__init__ = made
+
+
 def hasten() -> None:
     """Leaves out what moto does for each request besides answering it.
 

@@ -31,7 +31,8 @@ HintOption = Annotated[
         "--hint",
         metavar="NAME=VALUE",
         help="Facts that the files of another system's checkpoint lack; may be repeated; the "
-        "value is JSON, or a string. GGUF: dequantize=float32 reads quantized tensors as floats. "
+        "value is JSON, or a string. Sealed folders: sealed=true refuses one without its seal. "
+        "GGUF: dequantize=float32 reads quantized tensors as floats. "
         "Megatron: extra_state=true shows the leaves named _extra_state. DeepSpeed: how "
         "tensor-parallel ranks share parameters, by regular expressions, such as "
         "'tp_replicated_parameter_patterns=[\".*norm.*\"]'; likewise "
