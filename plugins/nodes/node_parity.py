@@ -83,13 +83,16 @@ def sum_groups(
     for process, holder in sorted(holders.items()):
         order[process] = turns[holder.unit]
         turns[holder.unit] += 1
-    left, sums_of, groups = sorted(order, key=lambda p: (order[p], p)), Counter[int](), []
+    left = dict.fromkeys(sorted(order, key=lambda p: (order[p], p)))
+    sums_of, groups = Counter[int](), list[SumGroup]()
     while left:
         chosen: dict[str, int] = {}
         for process in left:
-            if len(chosen) < most:
-                chosen.setdefault(holders[process].unit, process)
-        left = [process for process in left if process not in chosen.values()]
+            chosen.setdefault(holders[process].unit, process)
+            if len(chosen) == most:
+                break
+        for process in chosen.values():
+            del left[process]
         candidates = [
             min(indices, key=sums_of.__getitem__)
             for unit, indices in by_unit.items()
@@ -144,16 +147,22 @@ class NodeParity(PeerTask):
         code: the arithmetic.
     """
 
-    def __init__(self, nodes: Nodes, steps: Any, bytes_per_s: float | None, code: ParityCode):
+    def __init__(
+        self, nodes: Nodes, steps: Any, bytes_per_s: float | None, code: ParityCode
+    ) -> None:
         super().__init__(nodes, steps, bytes_per_s)
         self._code = code
+        self._holders, self._groups = dict[int, NodeProcess](), list[SumGroup]()
 
     def _protect(self, step: str, attempt: str, holders: Mapping[int, list[NodeProcess]]) -> None:
         nodes, (_, sums) = self._nodes, self._code.counts
         if len(holders) != nodes.uploads.part_count(step, attempt):
             return  # the root has the rest
         first_holders = {process: members[0] for process, members in holders.items()}
-        groups = sum_groups(first_holders, nodes.members, self._code.counts)
+        if first_holders != self._holders:  # 0.6 s for 4,096 processes
+            self._groups = sum_groups(first_holders, nodes.members, self._code.counts)
+            self._holders = first_holders
+        groups = self._groups
         for index, group in enumerate(groups):
             for number, keeper in enumerate(group.keepers):
                 if keeper == nodes.group.index:
@@ -248,7 +257,11 @@ def restore(nodes: Nodes) -> None:
             try:
                 _restore_process(nodes, step, version, process, lost)
             except Exception as error:
-                _log.warning("%s: files of process %d are not restored: %s", step, process, error)
+                _log.warning(
+                    "%s: the files of process %d are on no node, and are not restored from parity: "
+                    "%s. The step is lost unless the root has it",
+                    *(step, process, error),
+                )
             else:
                 _log.warning(
                     "%s: the files of process %d, which no node had, are restored from parity",
