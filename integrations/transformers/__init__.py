@@ -33,8 +33,9 @@ from unickpt.integrations import rng
 from unickpt.integrations.engines import check_same_kind
 from unickpt.integrations.transformers import engines
 from unickpt.integrations.transformers.files import agreed, export, foreign, remove_exports, step_of
+from unickpt.integrations.transformers.publishing import PublishWeights
 
-__all__ = ["UnickptCallback", "UnickptMixin"]
+__all__ = ["PublishWeights", "UnickptCallback", "UnickptMixin"]
 
 _log = logging.getLogger("unickpt")
 _STATE = "trainer_state"
