@@ -24,7 +24,7 @@ from unickpt.commit.attempt import Attempt
 from unickpt.commit.liveness import Neighbour
 from unickpt.commit.messages import MORE, OK, end_note
 from unickpt.commit.progress_reports import Report
-from unickpt.commit.reporter import reports_of
+from unickpt.commit.progress_writer import reports_of
 from unickpt.errors import ProcessFailed
 from unickpt.frameworks.process_states import RUNS, STOPPED, Identity, own_identity
 from unickpt.saving import writer
@@ -44,13 +44,13 @@ sys.path.insert(0, {TESTS!r})
 import unickpt
 from support.dying import _dying
 from support.saving import numbers
-from unickpt.commit import attempt, coordinator, liveness, late_processes
+from unickpt.commit import attempt, coordinator, liveness, awaited_processes
 from unickpt.frameworks import process_states
 from unickpt.saving import writer
 
 path, index, count, session, doomed, step, slow, place, silent_s = ARGS
 logging.basicConfig(stream=sys.stdout, format="%(message)s")
-late_processes._FIRST_S = 1.0
+awaited_processes._FIRST_S = 1.0
 if silent_s:
     liveness.SILENT_S, liveness._SILENT_SIGNS, liveness.SIGN_S = silent_s, 1, {{False: 0.2}}
     liveness.READ_S, liveness.LOOK_S = {{False: 0.2}}, 0.2

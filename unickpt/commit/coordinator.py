@@ -120,7 +120,7 @@ class Coordinator:
 
     def _collect(self, processes: Sequence[int], kind: str) -> Records:
         """The records of some processes, when all are there."""
-        from unickpt.commit.late_processes import Waits  # only where there are others
+        from unickpt.commit.awaited_processes import Waits  # only where there are others
 
         attempt, late = self.attempt, list(processes)
 

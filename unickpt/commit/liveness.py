@@ -21,7 +21,7 @@ from unickpt.commit import progress_reports
 from unickpt.commit.attempt import Attempt, AttemptState
 from unickpt.commit.messages import MORE, OK, REQUEST, REQUESTED, Notes, Verb, end_note, parse_note
 from unickpt.commit.progress_reports import Report
-from unickpt.commit.reporter import Progress, Reporter, phase_of, reports_of
+from unickpt.commit.progress_writer import Progress, Reporter, phase_of, reports_of
 from unickpt.frameworks.process_group import session_of
 from unickpt.frameworks.process_states import DEAD, Identity, state_of
 
@@ -48,7 +48,7 @@ class Liveness:
 
     Arguments:
         attempt: of several processes.
-        progress: see `reporter.Progress`.
+        progress: see `progress_writer.Progress`.
         clock: seconds; for tests.
     """
 

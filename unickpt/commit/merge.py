@@ -22,7 +22,7 @@ from unickpt.format.index import RESERVED, ArrayEntry, Index, PerProcessEntry
 from unickpt.trees import tree, tree_json
 
 if TYPE_CHECKING:
-    from unickpt.commit.replicas import ReplicaDifference
+    from unickpt.commit.differing_replicas import ReplicaDifference
     from unickpt.format.encoders import EncodingPolicy
 
 Merging = Callable[[Mapping[int, Any], Sequence[Mapping[str, float]]], Any]
@@ -94,7 +94,7 @@ def merge_all(
     index = with_boxes(unite(records, described), records, names)
     replicas = None
     if len(records) > 1:
-        from unickpt.commit.replicas import Replicas
+        from unickpt.commit.differing_replicas import Replicas
 
         replicas = Replicas(records, names)
     assumed, winners = set[str]() if replicas is None else replicas.names, dict[str, int]()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from unickpt.commit.attempt import Attempt, AttemptState
-from unickpt.commit.late_processes import Waits
+from unickpt.commit.awaited_processes import Waits
 from unickpt.commit.messages import MORE, OK, REQUEST, Totals, WriteMore
 from unickpt.errors import ProcessFailed, SaveTimeout
 

@@ -328,9 +328,9 @@ class SaveTask:
         if _log.isEnabledFor(logging.INFO):
             _log_report(report)
         if committed is not None and committed.merged.differences:
-            from unickpt.commit import replicas
+            from unickpt.commit import differing_replicas
 
-            replicas.warn(committed.merged.differences)
+            differing_replicas.warn(committed.merged.differences)
         return report
 
     def _reporting(self) -> AbstractContextManager[ProgressFunction | None]:
@@ -391,7 +391,7 @@ class SaveTask:
         reports.callback(ticker.close)
 
     def _report_progress(self, progress: Callable[[], tuple[float, int]], number: int) -> None:
-        from unickpt.commit.reporter import Reporter  # a short save reports nothing
+        from unickpt.commit.progress_writer import Reporter  # a short save reports nothing
 
         Reporter(self._attempt, progress).report(number)
 

@@ -365,7 +365,7 @@ def test_what_a_process_cannot_know_of_the_base_is_stored_raw(
 ) -> None:
     """Process 1 cannot open the base of which process 0 takes raw chunks: it compresses nothing."""
     from unickpt.plugins.incremental import base as reuse_base
-    from unickpt.plugins.incremental import policy
+    from unickpt.plugins.incremental import reference_policy
 
     same_noise, tree = noise(HALF, 100), halves(noise(HALF, 100), noise(HALF, 100, seed=2))
     assert all(in_two(tmp_path / "a", tree))
@@ -377,7 +377,7 @@ def test_what_a_process_cannot_know_of_the_base_is_stored_raw(
             raise CheckpointCorrupt("not on this node")
         return real(location, save, *rest, **more)
 
-    monkeypatch.setattr(policy, "open_base", failing)
+    monkeypatch.setattr(reference_policy, "open_base", failing)
     tree = halves(same_noise, noise(HALF, 100) % 3)
     reports = in_two(tmp_path / "b", tree, base=tmp_path / "a")
     assert [report.reused_bytes > 0 for report in reports] == [True, False]

@@ -22,9 +22,9 @@ from typer.testing import CliRunner
 
 import unickpt
 from unickpt.cli.app import app
-from unickpt.commit import late_processes, liveness, progress_reports
+from unickpt.commit import awaited_processes, liveness, progress_reports
 from unickpt.commit.attempt import Attempt
-from unickpt.commit.late_processes import Late, Waits
+from unickpt.commit.awaited_processes import Late, Waits
 from unickpt.commit.progress_reports import Report
 from unickpt.saving import task, writer
 from unickpt.storage import paths
@@ -39,10 +39,10 @@ import torch
 import torch.distributed as dist
 logging.basicConfig(stream=sys.stdout, format="%(message)s")
 import unickpt
-from unickpt.commit import liveness, late_processes
+from unickpt.commit import liveness, awaited_processes
 from unickpt.saving import writer
 path, slow, late_s = sys.argv[1], int(sys.argv[2]), float(sys.argv[3])
-late_processes._FIRST_S, liveness.SIGN_S = late_s, {False: 0.2}
+awaited_processes._FIRST_S, liveness.SIGN_S = late_s, {False: 0.2}
 dist.init_process_group("gloo")
 rank = dist.get_rank()
 real = writer._Batch.write
@@ -183,7 +183,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(late_processes, "time", clock)
+    monkeypatch.setattr(awaited_processes, "time", clock)
     return clock
 
 
@@ -394,7 +394,7 @@ def test_on_object_storage(
 
     real = writer.ChunkWriter.write_all
     monkeypatch.setattr(writer.ChunkWriter, "write_all", slow)
-    monkeypatch.setattr(late_processes, "_FIRST_S", 0.5)
+    monkeypatch.setattr(awaited_processes, "_FIRST_S", 0.5)
     job = f"{run}/step_3", 2, lambda index: numbers(1)
     saving = threading.Thread(target=save_in_job, args=job, kwargs={"timeout_s": 60})
     saving.start()
