@@ -1,4 +1,4 @@
-"""How a commit and an opening grow with processes, devices, arrays and chunks.
+"""How commits, openings and schedules of loads grow with processes, devices, arrays and chunks.
 
 One process plays a whole job: it writes the records and the databases that the others would have
 written, with tiny chunks, and is then the coordinator that commits them (`Attempt.commit`), and a
@@ -10,6 +10,10 @@ seconds of the processor (on all threads) say more than those of the clock, whic
     python benchmarks/scale.py                     # each of the four numbers doubled in turn
     python benchmarks/scale.py --job 16384 1 201 1 # one job: processes, devices of each, arrays,
                                                    # chunks of each device's rows
+    python benchmarks/scale.py --loads 16384 200   # processes, arrays
+
+With `--loads`, one process computes what it reads, sends and receives in a load by all of them
+with `exchange=True`, from any layout into any other (`JobPlan`). Nothing is read.
 """
 
 from __future__ import annotations
@@ -33,9 +37,11 @@ import unickpt
 from unickpt.arrays.layout import Layout, Mesh
 from unickpt.commit.attempt import Attempt
 from unickpt.commit.messages import CHUNK_DTYPE, Record
-from unickpt.format import codec, index_json
+from unickpt.format import chunk_grid, codec, index_json
 from unickpt.format.index import ArrayEntry, Index
 from unickpt.frameworks.process_group import ProcessGroup
+from unickpt.reading.layout_schedule import Demand, JobPlan, LayoutPlan
+from unickpt.reading.recipes import Unchanged
 from unickpt.storage import paths
 
 _COLUMNS = 32
@@ -169,6 +175,99 @@ def run_alone(job: Job, folder: Path) -> Took:
             return pool.apply(run, (job, Path(parent)))
 
 
+# --- loads ----------------------------------------------------------------------------------------
+
+_ROUND_BYTES = 64 << 20  # as with 256 MiB of memory
+_CHUNK_BYTES = 8 << 20
+
+
+def pairs_of_layouts(processes: int) -> dict[str, tuple[Layout, Layout]]:
+    """How arrays are saved and loaded."""
+    line = Mesh(("fsdp",), (processes,), tuple(range(processes)))
+    plane = Mesh(("fsdp", "tp"), (processes // 8, 8), tuple(range(processes)))
+    fewer = Mesh(("fsdp",), (processes * 3 // 4,), tuple(range(processes * 3 // 4)))
+    rows, columns = Layout(line, (("fsdp",), ())), Layout(line, ((), ("fsdp",)))
+    both = Layout(plane, (("fsdp",), ("tp",)))
+    return {
+        "rows to rows": (rows, rows),
+        "rows to rows of 3/4 of the processes": (rows, Layout(fewer, (("fsdp",), ()))),
+        "rows to columns": (rows, columns),
+        "columns to rows": (columns, rows),
+        "FSDP and TP (8) to rows": (both, rows),
+        "rows to FSDP and TP (8)": (rows, both),
+        "rows to 8 replicas of rows": (rows, Layout(plane, (("fsdp",), ()))),
+        "rows to replicas": (rows, Layout(line, ((), ()))),
+    }
+
+
+@dataclass(frozen=True)
+class Scheduled:
+    """The schedule of one process.
+
+    Arguments:
+        seconds: of the processor, to compute it.
+        memory: MiB more than before, at most.
+        rounds: if all processes were like it.
+        chunks: that it needs.
+        read: of these, those that it reads itself.
+        sent: boxes of these that it sends.
+    """
+
+    seconds: float
+    memory: float
+    rounds: int
+    chunks: int
+    read: int
+    sent: int
+
+
+def _memory(field: str) -> float:
+    """MiB, as Linux says of this process."""
+    status = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) / 1024 for line in status if line.startswith(field))
+
+
+def run_schedule(entries: Sequence[ArrayEntry], layout: Layout, process: int) -> Scheduled:
+    """Computes the schedule of a process that loads arrays in a layout."""
+    Path("/proc/self/clear_refs").write_text("5")  # the peak is that from now on
+    before, started = _memory("VmRSS"), time.process_time()
+    demands = {e.name: [Demand.from_source(Unchanged(e), layout, e.shape)] for e in entries}
+    plan = JobPlan(
+        entries, lambda e, seed: LayoutPlan(e, demands[e.name], process, seed), _ROUND_BYTES
+    )
+    start = rounds = read = sent = 0
+    while start < plan.end:
+        stop = plan.round_end(start)
+        for array, positions in plan.parts(start, stop):
+            own = np.flatnonzero(array.readers[positions.start : positions.stop] == process)
+            read += len(own)
+            sent += sum(len(array.receivers(positions[n]).processes) for n in own.tolist())
+        start, rounds = stop, rounds + 1
+    seconds, memory = time.process_time() - started, _memory("VmHWM") - before
+    return Scheduled(seconds, memory, rounds, sum(plan.counts.values()), read, sent)
+
+
+def print_loads(processes: int, arrays: int) -> None:
+    """Prints the table of `--loads`: for each pair of layouts the process that takes longest."""
+    print("| from, to | seconds | memory | chunks needed | read | boxes sent | rounds |")
+    print("|---|---|---|---|---|---|---|")
+    context = multiprocessing.get_context("spawn")
+    for name, (saved, loaded) in pairs_of_layouts(processes).items():
+        entries = list[ArrayEntry]()
+        for number in range(arrays):  # sizes that no number of processes divides
+            shape = 2 * processes - number % 8, 2 * processes - 3 * (number % 8)
+            chunk, cut = chunk_grid.chunk_grid(shape, 4, saved, _CHUNK_BYTES)
+            entries.append(ArrayEntry(f"w{number}", shape, "float32", chunk, saved, cut))
+        runs = list[Scheduled]()
+        for process in (0, processes // 3, processes - 1):
+            with context.Pool(1) as pool:
+                runs.append(pool.apply(run_schedule, (entries, loaded, process)))
+        most = max(runs, key=lambda run: run.seconds)
+        cells = [name, f"{most.seconds:.2f}", f"{max(run.memory for run in runs):.0f} MiB"]
+        cells += [f"{n:,}" for n in (most.chunks, most.read, most.sent, most.rounds)]
+        print(f"| {' | '.join(cells)} |", flush=True)
+
+
 # --- table and plot -------------------------------------------------------------------------------
 
 _HEAD = """\
@@ -219,7 +318,11 @@ def main() -> None:
     parser.add_argument("--most", type=int, default=16, help="the largest factor")
     parser.add_argument("--plot", type=Path, help="where to write a plot, as SVG (bench extra)")
     parser.add_argument("--folder", type=Path, default=Path("/dev/shm"))
+    parser.add_argument("--loads", type=int, nargs=2, metavar=("PROCESSES", "ARRAYS"))
     asked = parser.parse_args()
+    if asked.loads:
+        print_loads(*asked.loads)
+        return
     print(_HEAD, flush=True)
     for each in asked.job:
         print(row(Job(*each), run_alone(Job(*each), asked.folder)), flush=True)
