@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from unickpt.plugins.nodes.membership import files_below
+from unickpt.plugins.nodes.node_folder import files_below
 
 _log = logging.getLogger("unickpt")
 _RANGE = re.compile(r"bytes=(\d+)-(\d*)")

@@ -24,6 +24,7 @@ from unickpt.plugins.nodes import membership
 from unickpt.plugins.nodes.file_server import FileServer
 from unickpt.plugins.nodes.locations import StepLocation, shared
 from unickpt.plugins.nodes.membership import NodeProcess
+from unickpt.plugins.nodes.node_folder import NodeFolder
 from unickpt.plugins.nodes.options import NodeOptions
 from unickpt.plugins.nodes.upload_notes import UploadNotes
 
@@ -50,14 +51,15 @@ class Nodes:
         self.group = group = job_group(options.group, options.timeout_s)
         control = root.location.child(CONTROL)
         # Runs may share the folder of a node.
-        self.folder = f"{path}{xxhash.xxh3_64_hexdigest(str(root.location).encode())}/"
-        name = membership.node_of(self.folder)
-        self.server = FileServer(self.folder)
+        name = xxhash.xxh3_64_hexdigest(str(root.location).encode())
+        self.folder = NodeFolder(f"{path}{name}/")
+        name = self.folder.identity()
+        self.server = FileServer(self.folder.path)
         self._finalizer = weakref.finalize(self, self.server.close)
         self._finalizer.atexit = False
         self.key = new_session()
         url = f"{SCHEME.name}://{self.key}/"
-        self.location = shared(control, url, self.folder, group.index)
+        self.location = shared(control, url, self.folder.path, group.index)
         self.attempt = group.next_attempt()
         self.session = self.attempt.rpartition("-")[0]
         self._control, self._unit = control, chosen.unit_of(name)
@@ -74,7 +76,7 @@ class Nodes:
 
     def _gather(self, node: str) -> list[NodeProcess]:
         """All processes of the job, and what is on their nodes."""
-        parts, sums = membership.parts_in(self.folder), membership.sums_in(self.folder)
+        parts, sums = self.folder.parts(), self.folder.sums()
         member = NodeProcess(node, self.server.url, self._unit, parts, sums)
         group = self.group
         whole = self._control, self._exchange, group.index, group.count, member
@@ -129,7 +131,7 @@ class Nodes:
             for process in member.parts.get(step, {}).get(version.attempt, ()):
                 holders.setdefault(process, []).append(member)
         me = self.members[self.group.index]
-        for process in membership.parts_in(self.folder).get(step, {}).get(version.attempt, ()):
+        for process in self.folder.parts().get(step, {}).get(version.attempt, ()):
             holders.setdefault(process, []).append(me)
         return holders
 
@@ -163,7 +165,7 @@ class Nodes:
     def _base(self, below: str, holders: Any) -> dict[str, Any]:
         """Where the data files of a process are read."""
         if any(member.node == self.node for member in holders):
-            return {"driver": "file", "path": self.folder + below}
+            return {"driver": "file", "path": self.folder.path + below}
         if holders:
             chosen = holders[self.group.index % len(holders)]
             return {"driver": "http", "base_url": chosen.url, "path": below}

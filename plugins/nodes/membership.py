@@ -3,26 +3,18 @@ they have from earlier jobs. Agreed over small objects in the root when all proc
 
 from __future__ import annotations
 
-import os
-import re
-import secrets
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
 
 from unickpt.errors import SaveTimeout, StorageError
-from unickpt.extend import Location, first_few, storage_context, system_calls
+from unickpt.extend import Location, first_few, storage_context
 
 _ALL = "all"
-_NODE_FILE = ".node"
 _PAUSES_S = 0.01, 1.0
-_PART = re.compile(r"\d{5,}")
-SUM = re.compile(r"sum-[-\w]+")
-"""The name of a folder with a sum."""
 Parts = Mapping[str, Mapping[str, Sequence[int]]]
 """By step folder and attempt, the processes whose data files are there."""
 
@@ -44,71 +36,6 @@ class NodeProcess:
     unit: str = ""
     parts: Parts = field(default_factory=dict)
     sums: Mapping[str, Mapping[str, Sequence[str]]] = field(default_factory=dict)
-
-
-def node_of(folder: str) -> str:
-    """The identity of a node's folder, which the first process there writes into it.
-
-    Raises:
-        Failed: it cannot be written or read.
-    """
-    path, draft = folder + _NODE_FILE, f"{folder}{_NODE_FILE}-{secrets.token_hex(8)}"
-    with system_calls("write", path):
-        os.makedirs(folder, exist_ok=True)
-        with open(draft, "w") as file:
-            file.write(secrets.token_hex(8))
-        with suppress(FileExistsError):
-            os.link(draft, path)  # whole, or not at all
-        os.unlink(draft)
-        with open(path) as file:
-            return file.read()
-
-
-def parts_in(folder: str) -> dict[str, dict[str, list[int]]]:
-    """What is in the folder of a node."""
-    return {
-        step: {
-            attempt: [int(name) for name in names if _PART.fullmatch(name)]
-            for attempt, names in by_attempt.items()
-        }
-        for step, by_attempt in _names_in(folder).items()
-    }
-
-
-def sums_in(folder: str) -> dict[str, dict[str, list[str]]]:
-    """The sums of other nodes' files in the folder of a node, where there are some."""
-    sums: dict[str, dict[str, list[str]]] = {}
-    for step, by_attempt in _names_in(folder).items():
-        for attempt, names in by_attempt.items():
-            if chosen := [name for name in names if SUM.fullmatch(name)]:
-                sums.setdefault(step, {})[attempt] = chosen
-    return sums
-
-
-def _names_in(folder: str) -> dict[str, dict[str, list[str]]]:
-    return {
-        step: {
-            attempt: list(_folders(f"{folder}{step}/processes/{attempt}/"))
-            for attempt in _folders(f"{folder}{step}/processes/")
-        }
-        for step in _folders(folder)
-    }
-
-
-def files_below(top: str) -> dict[str, int]:
-    """The bytes of the files below a folder, by their paths there."""
-    sizes = {}
-    for folder, _, names in os.walk(top):
-        for name in sorted(names):
-            path = os.path.join(folder, name)
-            with suppress(FileNotFoundError):  # the step is being removed
-                sizes[os.path.relpath(path, top)] = os.stat(path).st_size
-    return sizes
-
-
-def _folders(path: str) -> Iterator[str]:
-    with suppress(FileNotFoundError, NotADirectoryError), os.scandir(path) as entries:
-        yield from sorted(entry.name for entry in entries if entry.is_dir(follow_symlinks=False))
 
 
 def gather(

@@ -9,18 +9,16 @@ from __future__ import annotations
 
 import logging
 import os
-import shutil
 import urllib.request
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from urllib.parse import quote
 
 import msgspec
 import xxhash
 
-from unickpt.extend import Version, counted, find_door, first_few, system_calls, version_at
+from unickpt.extend import Version, counted, find_door, first_few, version_at
 from unickpt.plugins.nodes.membership import NodeProcess
 from unickpt.plugins.nodes.peer_copies import PeerTask, fetched, paced
 
@@ -167,10 +165,10 @@ class NodeParity(PeerTask):
             for number, keeper in enumerate(group.keepers):
                 if keeper == nodes.group.index:
                     name = f"sum-{index}-{number}-{nodes.attempt}"
-                    folder = f"{step}/processes/{attempt}/"
-                    if not os.path.isdir(f"{nodes.folder}{folder}{name}"):
-                        urls = {p: f"{first_holders[p].url}{folder}" for p in group.processes}
-                        self._add_up(f"{nodes.folder}{folder}{name}", urls, number)
+                    below = f"{step}/processes/{attempt}/"
+                    if not nodes.folder.has(below + name):
+                        urls = {p: f"{first_holders[p].url}{below}" for p in group.processes}
+                        self._add_up(below + name, urls, number)
                     nodes.uploads.note_sum(step, attempt, name, len(groups) * sums, sums)
 
     def _add_up(self, folder: str, urls: Mapping[int, str], number: int) -> None:
@@ -185,10 +183,8 @@ class NodeParity(PeerTask):
         for process, url in urls.items():
             names = msgspec.json.decode(fetched(f"{url}{process:05d}/"), type=dict[str, int])
             streams.append(_PartStream(process, [(name, size, "") for name, size in names.items()]))
-        draft, hashers = f"{folder}.new", _Hashers()
-        shutil.rmtree(draft, ignore_errors=True)
-        with system_calls("write", draft):
-            os.makedirs(draft)
+        hashers = _Hashers()
+        with self._nodes.folder.filled(folder) as draft:
             with open(f"{draft}/sum", "wb") as file:
                 for offset in range(0, max(s.nbytes for s in streams), _WINDOW_BYTES):
                     with paced(self._rate) as count:
@@ -204,8 +200,6 @@ class NodeParity(PeerTask):
             table = _SumTable(self._code.counts, group, number, streams)
             with open(f"{draft}/table", "wb") as file:
                 file.write(msgspec.json.encode(table))
-            with suppress(FileNotFoundError):  # the step was removed meanwhile
-                os.rename(draft, folder)
 
 
 class _Hashers(dict[Any, Any]):
@@ -298,50 +292,44 @@ def _restore_process(
         urls = {p: f"{having[0].url}{below}" for p, having in nodes.holders(step, version).items()}
         for other in gone:  # also one that this process has just restored
             urls.pop(other, None)
-        _rebuild(f"{nodes.folder}{below}{process:05d}", process, sums, urls)
+        with nodes.folder.filled(f"{below}{process:05d}") as draft:
+            _rebuild(draft, process, sums, urls)
         return
     raise OSError("; ".join(reasons) or "no node has a sum of them")
 
 
-def _rebuild(
-    folder: str, process: int, sums: Sequence[_StoredSum], urls: Mapping[int, str]
-) -> None:
-    """Restores the files of a process; they appear together.
+def _rebuild(draft: str, process: int, sums: Sequence[_StoredSum], urls: Mapping[int, str]) -> None:
+    """Restores the files of a process.
 
     Arguments:
-        folder: for these files.
+        draft: the path of the folder for them.
         process: which.
         sums: of its group.
         urls: by process, where its folder is; lost ones are missing.
     """
     streams = sums[0].table.streams
-    code, draft, hashers = _code(sums[0].table.counts), f"{folder}.new", _Hashers()
+    code, hashers = _code(sums[0].table.counts), _Hashers()
     place = [stream.process for stream in streams].index(process)
     nbytes = max(stream.nbytes for stream in streams)
-    shutil.rmtree(draft, ignore_errors=True)
-    with system_calls("write", draft):
-        for name, _, _ in streams[place].files:
-            os.makedirs(os.path.dirname(f"{draft}/{name}"), exist_ok=True)
-            open(f"{draft}/{name}", "wb").close()
-        for offset in range(0, nbytes, _WINDOW_BYTES):
-            pieces = [
-                _window(urls[s.process], s, offset, hashers.of_part(s))
-                if s.process in urls
-                else None
-                for s in streams
-            ]
-            length = min(_WINDOW_BYTES, nbytes - offset)
-            stored = {s.table.number: _range(f"{s.url}sum", offset, length) for s in sums}
-            data, start = code.decode(pieces, stored)[place], 0
-            for name, _, size in streams[place].pieces(offset, _WINDOW_BYTES):
-                with open(f"{draft}/{name}", "ab") as file:
-                    file.write(data[start : start + size])
-                hashers[name].update(data[start : start + size])
-                start += size
-        for name, _, digest in streams[place].files:
-            if hashers[name].hexdigest() != digest:
-                raise OSError(f"{name}: its sum, or another file of its group, is damaged")
-        os.rename(draft, folder)
+    for name, _, _ in streams[place].files:
+        os.makedirs(os.path.dirname(f"{draft}/{name}"), exist_ok=True)
+        open(f"{draft}/{name}", "wb").close()
+    for offset in range(0, nbytes, _WINDOW_BYTES):
+        pieces = [
+            _window(urls[s.process], s, offset, hashers.of_part(s)) if s.process in urls else None
+            for s in streams
+        ]
+        length = min(_WINDOW_BYTES, nbytes - offset)
+        stored = {s.table.number: _range(f"{s.url}sum", offset, length) for s in sums}
+        data, start = code.decode(pieces, stored)[place], 0
+        for name, _, size in streams[place].pieces(offset, _WINDOW_BYTES):
+            with open(f"{draft}/{name}", "ab") as file:
+                file.write(data[start : start + size])
+            hashers[name].update(data[start : start + size])
+            start += size
+    for name, _, digest in streams[place].files:
+        if hashers[name].hexdigest() != digest:
+            raise OSError(f"{name}: its sum, or another file of its group, is damaged")
 
 
 def _code(counts: tuple[int, int]) -> ParityCode:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Sequence
 
 from unickpt.extend import StepFolder, Version
@@ -49,7 +48,7 @@ class NodeSteps(StepFolder):
         super().remove(step)
         self._nodes.uploads.forget(f"step_{step}")
         # The other processes do so when they next look.
-        shutil.rmtree(f"{self._nodes.folder}step_{step}", ignore_errors=True)
+        self._nodes.folder.remove(f"step_{step}")
 
     def remove_lost(self) -> None:
         if self._lost:

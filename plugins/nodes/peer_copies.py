@@ -7,18 +7,17 @@ from __future__ import annotations
 
 import logging
 import os
-import shutil
 import time
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 import msgspec
 
-from unickpt.extend import SerialExecutor, StepFolder, Version, system_calls
+from unickpt.extend import SerialExecutor, StepFolder, Version
 from unickpt.plugins.nodes.membership import NodeProcess
 
 if TYPE_CHECKING:
@@ -119,16 +118,10 @@ class PeerCopies(PeerTask):
     def _fetch(self, step: str, attempt: str, process: int, holder: NodeProcess) -> None:
         """Fetches the files of a process; they appear together."""
         part = f"{step}/processes/{attempt}/{process:05d}/"
-        target, draft = self._nodes.folder + part, f"{self._nodes.folder}{part[:-1]}.new/"
-        url = holder.url + part
-        if not os.path.isdir(target):
-            shutil.rmtree(draft, ignore_errors=True)
-            with system_calls("write", draft):
-                os.makedirs(draft)
-                for name in msgspec.json.decode(fetched(url), type=dict[str, int]):
-                    self._fetch_file(url + quote(name), draft + name)
-                with suppress(FileNotFoundError):  # the step was removed meanwhile
-                    os.rename(draft, target)
+        if not self._nodes.folder.has(part):
+            with self._nodes.folder.filled(part) as draft:
+                for name in msgspec.json.decode(fetched(holder.url + part), type=dict[str, int]):
+                    self._fetch_file(holder.url + part + quote(name), f"{draft}/{name}")
         self._nodes.uploads.note_copy(step, attempt, process)
 
     def _fetch_file(self, url: str, path: str) -> None:

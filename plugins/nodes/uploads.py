@@ -3,12 +3,9 @@ without which it is no checkpoint, comes last, from process 0."""
 
 from __future__ import annotations
 
-import fcntl
 import os
-import shutil
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
 from typing import Any
 
 from unickpt.errors import SaveTimeout
@@ -25,7 +22,7 @@ from unickpt.extend import (
     writing,
 )
 from unickpt.plugins.nodes.job import Nodes
-from unickpt.plugins.nodes.membership import files_below, parts_in
+from unickpt.plugins.nodes.node_folder import files_below
 from unickpt.plugins.nodes.node_parity import NodeParity
 from unickpt.plugins.nodes.peer_copies import PeerCopies
 
@@ -145,7 +142,7 @@ class NodeCopying(TierCopying):
         for process in processes:
             if process in self._uploads.missing(step, version.attempt):
                 part = f"{step}/processes/{version.attempt}/{process:05d}/"
-                with _claimed(self._nodes.folder + part) as is_ours:
+                with self._nodes.folder.claimed(part) as is_ours:
                     if is_ours:
                         self._send_part(part)
                         self._uploads.note_upload(step, version.attempt, process)
@@ -153,7 +150,7 @@ class NodeCopying(TierCopying):
     def _send_part(self, part: str) -> None:
         """Uploads the files of a process. They are not read back: S3 checks the SHA-256 of each
         request, and a local file gets its name when it is whole."""
-        fsync, source = self.options.fsync, self._nodes.folder + part
+        fsync, source = self.options.fsync, self._nodes.folder.path + part
         context, target = storage_context(fsync=fsync), self._root.location.child(part)
         store, folders = target.store(context), {""}
         existing = {key.decode(errors="replace") for key in store.list().result()}
@@ -224,18 +221,14 @@ class NodeCopying(TierCopying):
         if self._steps.own_attempts:  # before the first save, process 0 has removed them
             self._nodes.lost.clear()
         committed = {}
-        for name in parts_in(self._nodes.folder):
+        for name in self._nodes.folder.parts():
             version = version_at(self._nodes.location.child(name))
             committed[name] = "" if version is None else version.attempt
-        for name, attempts in parts_in(self._nodes.folder).items():
+        for name, attempts in self._nodes.folder.parts().items():
             for attempt in attempts:
                 if attempt == committed.get(name) or self._may_be_saving(attempt):
                     continue
-                folder = f"{self._nodes.folder}{name}/"
-                shutil.rmtree(f"{folder}processes/{attempt}", ignore_errors=True)
-                with suppress(OSError):
-                    os.rmdir(f"{folder}processes")
-                    os.rmdir(folder)
+                self._nodes.folder.remove(f"{name}/processes/{attempt}")
 
     def _may_be_saving(self, attempt: str) -> bool:
         """Whether a save that is not committed may be in progress."""
@@ -248,22 +241,3 @@ class NodeCopying(TierCopying):
 def _on_node(nodes: Nodes) -> int:
     """How many processes share this node's folder."""
     return sum(member.node == nodes.node for member in nodes.members)
-
-
-@contextmanager
-def _claimed(folder: str) -> Iterator[bool]:
-    """Whether no other process of the node is at work in a folder; keeps them off until the end."""
-    try:
-        handle = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:  # it was removed
-        yield False
-        return
-    try:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            yield False
-        else:
-            yield True
-    finally:
-        os.close(handle)

@@ -19,6 +19,7 @@ from unickpt.extend import resolve_path
 from unickpt.plugins.nodes import membership
 from unickpt.plugins.nodes.file_server import FileServer
 from unickpt.plugins.nodes.membership import NodeProcess
+from unickpt.plugins.nodes.node_folder import NodeFolder
 from unickpt.plugins.nodes.node_parity import sum_groups
 from unickpt.plugins.nodes.peer_copies import keepers
 from unickpt.plugins.parity import codes
@@ -95,7 +96,7 @@ def test_a_node_is_named_once(tmp_path: Path) -> None:
     folder = f"{tmp_path}/node/"
 
     def name() -> None:
-        names.append(membership.node_of(folder))
+        names.append(NodeFolder(folder).identity())
 
     threads = [threading.Thread(target=name) for _ in range(16)]
     for thread in threads:
