@@ -70,8 +70,6 @@ class Nodes:
         except BaseException:
             self._finalizer()
             raise
-        self.lost: dict[int, Version] = {}
-        """Committed steps that nobody can read."""
         _jobs[self.key] = self
 
     def _gather(self, node: str) -> list[NodeProcess]:

@@ -67,8 +67,8 @@ def gather(
         if index == 0 and not missing:
             reads = [store.read(f"{n:05d}") for n in range(count)]
             members = [_decoded(read.result().value, NodeProcess) for read in reads]
+            _remove_older(location, name)  # before any process goes on, to a next exchange
             store.write(_ALL, msgspec.json.encode(_without_repeats(members))).result()
-            _remove_older(location, name)
             break
         if time.monotonic() > deadline:
             who = f"processes {first_few(missing)}" if missing else "process 0"
@@ -88,12 +88,28 @@ def is_there(location: Location, name: str) -> bool:
 
 
 def _without_repeats(members: Sequence[NodeProcess]) -> list[NodeProcess]:
-    """The members, of which only the first of each node says what is in the folder."""
-    seen, shortened = set[str](), []
+    """The members, of which only the first of each node says what is in the folder: all that any of
+    them saw, because another one may have added files since."""
+    by_node: dict[str, list[NodeProcess]] = {}
     for member in members:
-        shortened.append(replace(member, parts={}, sums={}) if member.node in seen else member)
-        seen.add(member.node)
+        by_node.setdefault(member.node, []).append(member)
+    shortened = []
+    for member in members:
+        of_node = by_node.pop(member.node, [])
+        parts, sums = [m.parts for m in of_node], [m.sums for m in of_node]
+        shortened.append(replace(member, parts=_union(parts), sums=_union(sums)))
     return shortened
+
+
+def _union(listings: Sequence[Mapping[str, Mapping[str, Sequence[Any]]]]) -> dict[str, Any]:
+    """All that listings by step and attempt have."""
+    union: dict[str, dict[str, list[Any]]] = {}
+    for listing in listings:
+        for step, by_attempt in listing.items():
+            for attempt, names in by_attempt.items():
+                known = union.setdefault(step, {}).setdefault(attempt, [])
+                known += [name for name in names if name not in known]
+    return union
 
 
 def _remove_older(location: Location, name: str) -> None:

@@ -76,6 +76,15 @@ class NodeFolder:
         """Whether there is a folder."""
         return os.path.isdir(self.path + below)
 
+    def files(self, below: str) -> dict[str, int]:
+        """The bytes of the files in a folder, by their paths there."""
+        return files_below(self.path + below)
+
+    def read(self, name: str) -> bytes:
+        """What a file has. Raises Failed."""
+        with system_calls("read", self.path + name), open(self.path + name, "rb") as file:
+            return file.read()
+
     def remove(self, below: str) -> None:
         """Removes a folder; and those above it, if they are empty."""
         shutil.rmtree(self.path + below, ignore_errors=True)

@@ -17,7 +17,8 @@ class NodeSteps(StepFolder):
 
     def __init__(self, nodes: Nodes) -> None:
         super().__init__(nodes.location)  # type: ignore[arg-type]
-        self._nodes, self._lost = nodes, nodes.lost
+        self._nodes = nodes
+        self._lost = dict[int, Version]()  # committed steps that nobody can read
         for step in super().committed():
             version = super().version(step)
             if version is not None and not nodes.is_readable(f"step_{step}", version):
@@ -27,7 +28,8 @@ class NodeSteps(StepFolder):
         return self.location_of(step).url.rstrip("/")
 
     def committed(self) -> list[int]:
-        return [step for step in super().committed() if step not in self._lost]
+        steps = super().committed()  # one that was lost may have been saved again
+        return [step for step in steps if step not in self._lost or self.version(step) is not None]
 
     def version(self, step: int) -> Version | None:
         version = super().version(step)
@@ -54,5 +56,5 @@ class NodeSteps(StepFolder):
         if self._lost:
             self.lease.take()
         for step in list(self._lost):
-            super().remove(step)
+            self.remove(step)
             del self._lost[step]

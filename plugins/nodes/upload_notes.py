@@ -60,12 +60,13 @@ class UploadNotes:
         self._notes.write(f"{step}.{attempt}.{process:05d}", b"").result()
 
     def note_copy(self, step: str, attempt: str, process: int) -> None:
-        """Records that another node has the files of a process."""
-        self._notes.write(f"{step}.{attempt}.copy-{process:05d}", b"").result()
+        """Records that another node has the files of a process, of the nodes of this job."""
+        self._notes.write(f"{step}.{attempt}.copy-{self._job}-{process:05d}", b"").result()
 
     def has_copies(self, step: str, attempt: str) -> bool:
-        """Whether another node has the files of each process."""
-        prefix, count = f"{step}.{attempt}.copy-", self.part_count(step, attempt)
+        """Whether another node has the files of each process, as far as this job knows."""
+        prefix = f"{step}.{attempt}.copy-{self._job}-"
+        count = self.part_count(step, attempt)
         names = {key.decode(errors="replace") for key in self._notes.list().result()}
         return bool(count) and all(f"{prefix}{n:05d}" in names for n in range(count or 0))
 

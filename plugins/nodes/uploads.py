@@ -17,12 +17,10 @@ from unickpt.extend import (
     copy_files,
     first_few,
     storage_context,
-    system_calls,
     version_at,
     writing,
 )
 from unickpt.plugins.nodes.job import Nodes
-from unickpt.plugins.nodes.node_folder import files_below
 from unickpt.plugins.nodes.node_parity import NodeParity
 from unickpt.plugins.nodes.peer_copies import PeerCopies
 
@@ -122,6 +120,12 @@ class NodeCopying(TierCopying):
         self.wait()
         self._nodes.close()
 
+    def _copy_step(self, step: int) -> None:
+        super()._copy_step(step)
+        version = self._local.version(step)
+        if version is not None and self._uploads.is_due(f"step_{step}", version.attempt) is None:
+            self._uploads.decide(f"step_{step}", version.attempt, due=False)  # the root has it
+
     def send(self, step: int, sent: Any, base_files: Any) -> tuple[bytes, tuple[Any, ...]]:
         """Uploads the files of this node, waits for the other nodes, and copies the rest."""
         name, attempt = f"step_{step}", sent.version.attempt
@@ -150,25 +154,24 @@ class NodeCopying(TierCopying):
     def _send_part(self, part: str) -> None:
         """Uploads the files of a process. They are not read back: S3 checks the SHA-256 of each
         request, and a local file gets its name when it is whole."""
-        fsync, source = self.options.fsync, self._nodes.folder.path + part
+        fsync, folder = self.options.fsync, self._nodes.folder
         context, target = storage_context(fsync=fsync), self._root.location.child(part)
-        store, folders = target.store(context), {""}
+        store, made = target.store(context), {""}
         existing = {key.decode(errors="replace") for key in store.list().result()}
         window = MemoryWindow(self.options.working_bytes, _AT_ONCE)
-        for name in files_below(source):
-            folders.add(os.path.dirname(name))
+        for name, nbytes in folder.files(part).items():
+            made.add(os.path.dirname(name))
             if name in existing:
                 continue
             began = time.monotonic()
-            with system_calls("read", source + name), open(source + name, "rb") as file:
-                window.make_room(os.fstat(file.fileno()).st_size)
-                data = file.read()
+            window.make_room(nbytes)
+            data = folder.read(part + name)
             window.add(len(data), store.write(name, data).result)
             if self._rate is not None:
                 time.sleep(max(0.0, len(data) / self._rate - (time.monotonic() - began)))
         window.drain()
-        for folder in sorted(folders) if fsync else ():
-            (target.child(folder) if folder else target).sync(self._root.location)
+        for name in sorted(made) if fsync else ():
+            (target.child(name) if name else target).sync(self._root.location)
 
     def _wait_for_parts(self, step: str, attempt: str) -> None:
         """Waits until all nodes have uploaded a step.
@@ -218,16 +221,18 @@ class NodeCopying(TierCopying):
         """Removes the data of steps that are gone, and of saves that were never committed."""
         if not self._nodes.sees_root():
             return
-        if self._steps.own_attempts:  # before the first save, process 0 has removed them
-            self._nodes.lost.clear()
-        committed = {}
-        for name in self._nodes.folder.parts():
-            version = version_at(self._nodes.location.child(name))
-            committed[name] = "" if version is None else version.attempt
-        for name, attempts in self._nodes.folder.parts().items():
-            for attempt in attempts:
-                if attempt == committed.get(name) or self._may_be_saving(attempt):
-                    continue
+        stale = {
+            name: {attempt for attempt in attempts if not self._may_be_saving(attempt)}
+            for name, attempts in self._nodes.folder.parts().items()
+        }
+        # Read after that: these saves have ended, and are committed by now or never.
+        for name, ended in stale.items():
+            version = version_at(self._nodes.location.child(name)) if ended else None
+            ended.discard("" if version is None else version.attempt)
+        if not self._nodes.sees_root():  # nor did the reads, or another job has begun
+            return
+        for name, ended in stale.items():
+            for attempt in sorted(ended):
                 self._nodes.folder.remove(f"{name}/processes/{attempt}")
 
     def _may_be_saving(self, attempt: str) -> bool:

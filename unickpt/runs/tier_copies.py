@@ -200,7 +200,7 @@ class Copying:
                 base = None if versions.root is not None else step_before(root, step)
                 with self._steps.in_use.copying([] if base is None else [base]):
                     arguments = local, step, version, versions.root, base, self.options
-                    is_copied = copy_version(root, *arguments, self.send)
+                    is_copied = copy_version(root, *arguments, self.send, self.by_all)
                 if is_copied:
                     self._is_copied(step, version)
             except CheckpointCorrupt:
@@ -271,6 +271,7 @@ def copy_version(
     base: int | None,
     options: SaveOptions,
     send: Send,
+    stays: bool = False,
 ) -> bool:
     """Copies one version of a step, completely or not at all.
 
@@ -287,6 +288,8 @@ def copy_version(
             with it are not sent.
         options: of the saves; their budget and timeout apply.
         send: as `Copying.send`.
+        stays: whether what was sent stays after a failure: other processes may still send, and the
+            next try goes on from there.
 
     Returns:
         Whether it was copied; false if the source no longer has this version.
@@ -323,7 +326,8 @@ def copy_version(
         is_current = source.version(step) == version
         root.lease.check()
     except Exception as error:
-        _undo(root, step, version, replaced)
+        if not stays:
+            _undo(root, step, version, replaced)
         with suppress(UnickptError):  # if the storage fails, that is reported
             if source.version(step) != version:
                 return False
