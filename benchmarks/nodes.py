@@ -7,6 +7,10 @@ Each process is a node with a folder of its own, and saves its part of an array.
 `node_local=`. Both upload to an S3 server on loopback (moto) through a relay that passes a fixed
 number of bytes a second per connection, as object storage does. Both keep up to four requests in
 flight. Seconds from the commit on the node to that in the bucket; the ways take turns; medians.
+
+    python benchmarks/nodes.py --simulate 64 --mib 32
+
+With `--simulate`, nothing is saved: see `nodes_simulated.py`.
 """
 
 from __future__ import annotations
@@ -41,11 +45,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--dir", required=True, help="An existing folder for the nodes' folders.")
+    parser.add_argument("--dir", help="An existing folder for the nodes' folders.")
     parser.add_argument("--nodes", type=int, default=8)
     parser.add_argument("--mib", type=int, default=4, help="Of each process.")
     parser.add_argument("--stream-kib-s", type=int, default=256, help="Of one connection.")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--simulate", type=int, help="So many nodes, without saving anything.")
+    parser.add_argument("--latency-s", type=float, default=0.03, help="Of a simulated request.")
     parser.add_argument("--rank", type=int, help="Used by the benchmark itself.")
     parser.add_argument("--way", help="Used by the benchmark itself.")
     parser.add_argument("--url", help="Used by the benchmark itself.")
@@ -54,7 +60,17 @@ def main() -> None:
         run_process(arguments)
         return
     console = Console(width=None if sys.stdout.isatty() else 120)
-    seconds: dict[str, list[float]] = {way: [] for way in WAYS}
+    if arguments.simulate:
+        import nodes_simulated
+
+        facts = arguments.mib, arguments.latency_s, float(arguments.stream_kib_s << 10)
+        simulated = nodes_simulated.seconds(arguments.simulate, *facts)
+        seconds = {way: [time] for way, time in simulated.items()}
+        print_seconds(console, arguments, arguments.simulate, seconds)
+        return
+    if arguments.dir is None:
+        parser.error("--dir is needed, except with --simulate")
+    seconds = {way: [] for way in WAYS}
     with fresh_directory(arguments.dir) as folder, s3() as environment:
         print_facts(console, machine_facts(folder) | {"moto": version("moto")})
         with relay(environment["AWS_ENDPOINT_URL"], arguments.stream_kib_s << 10) as port:
@@ -63,8 +79,15 @@ def main() -> None:
                 for way in WAYS:
                     url = f"s3://bucket/{way.replace(' ', '-')}-{number}"
                     seconds[way].append(run_job(arguments, folder / url[5:], way, url))
-    total = arguments.nodes * arguments.mib
-    title = f"{arguments.nodes} nodes, {total} MiB, {arguments.stream_kib_s} KiB/s per connection"
+    print_seconds(console, arguments, arguments.nodes, seconds)
+
+
+def print_seconds(
+    console: Console, arguments: argparse.Namespace, nodes: int, seconds: dict[str, list[float]]
+) -> None:
+    """Prints a table of the ways."""
+    total = nodes * arguments.mib
+    title = f"{nodes} nodes, {total} MiB, {arguments.stream_kib_s} KiB/s per connection"
     table = Table("way", "seconds", "MiB/s", "ratio", title=title, title_justify="left")
     base = statistics.median(seconds["one process"])
     for way, measured in seconds.items():
