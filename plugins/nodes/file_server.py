@@ -91,6 +91,9 @@ def _handler(folder: str, prefix: str) -> Callable[..., BaseHTTPRequestHandler]:
                 self._send(file)
 
         def _send_names(self, path: str) -> None:
+            if not os.path.isdir(path):  # else it would seem to be empty
+                self.send_error(HTTPStatus.NOT_FOUND)
+                return
             names = msgspec.json.encode(files_below(path))
             self.send_response(HTTPStatus.OK)
             self.send_header("Content-Length", str(len(names)))

@@ -575,7 +575,10 @@ def fetched(url: Any) -> bytes:
     node, below = at(url)
     if url.endswith("/table"):
         return (node.files(below.removesuffix("/table")) or {})["table"]
-    return msgspec.json.encode(dict.fromkeys(node.files(below) or {}, 1))
+    files = node.files(below)
+    if files is None:
+        raise OSError("404")
+    return msgspec.json.encode(dict.fromkeys(files, 1))
 
 
 def fetch_file(copies: PeerCopies, url: str, path: str) -> None:

@@ -80,7 +80,9 @@ def test_whole_files_and_names_are_served(server: FileServer) -> None:
     assert ask(f"{server.url}step_1/d", Range="bytes=100-200")[0] == 416
 
 
-@pytest.mark.parametrize("path", ["link", "../secret", "step_1/../../secret", "step_1", "none", ""])
+@pytest.mark.parametrize(
+    "path", ["link", "../secret", "step_1/../../secret", "step_1", "none", "none/", ""]
+)
 def test_nothing_else_is_served(path: str, server: FileServer) -> None:
     assert ask(server.url + path)[0] == 404
 
