@@ -29,6 +29,7 @@ from unickpt.frameworks.protocol import (
     ArraySource,
     Fence,
     Fragment,
+    Gatherer,
     Memory,
     Read,
     Sample,
@@ -101,6 +102,22 @@ def tokens(leaves: Sequence[Any]) -> Sequence[Hashable]:
 
 def copier(out: Sequence[Array]) -> Callable[[Sequence[Any], Sequence[int] | None], None]:
     raise NotImplementedError("JAX arrays are not changed")
+
+
+def gatherer(leaves: Sequence[Any], sources: Sequence[ArraySource]) -> Gatherer | None:
+    from unickpt.adapters.jax_transfer import StackedArrays  # only where there are devices
+
+    stacked = StackedArrays(leaves, _places_of, _gather)
+    return stacked if stacked.numbers else None
+
+
+def _places_of(leaf: Any) -> Mapping[Box, int]:
+    """Each box of an array on this process's devices, and the number of a shard that has it."""
+    boxes_at, places = _local_boxes(leaf.sharding, leaf.shape), dict[Box, int]()
+    for number, shard in enumerate(leaf.addressable_shards):
+        if not boxes_at[shard.device].empty:
+            places.setdefault(boxes_at[shard.device], number)
+    return places
 
 
 def readers(leaves: Sequence[Any]) -> list[Read]:

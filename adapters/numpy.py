@@ -64,6 +64,10 @@ def copier(out: Sequence[Array]) -> Callable[[Sequence[Any], Sequence[int] | Non
     return copy
 
 
+def gatherer(leaves: Sequence[Any], sources: Sequence[ArraySource]) -> None:
+    return None  # none is on a device
+
+
 def readers(leaves: Sequence[Any]) -> list[Read]:
     return [_reader(np.asarray(leaf)) for leaf in leaves]
 

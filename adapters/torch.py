@@ -17,6 +17,7 @@ import torch
 from unickpt import doors
 from unickpt.adapters import torch_digests
 from unickpt.adapters.torch_cuda import (
+    FlatTensors,
     buffer_for_cuda,
     pinned,
     sampler,
@@ -57,6 +58,7 @@ from unickpt.frameworks.protocol import (
     ArrayTarget,
     Fence,
     Fragment,
+    Gatherer,
     Memory,
     Read,
     StoredTree,
@@ -186,6 +188,12 @@ _EACH_COPIES = 4 << 20
 def _copy(destinations: list[torch.Tensor], tensors: list[torch.Tensor]) -> None:
     with torch.no_grad():
         torch._foreach_copy_(destinations, tensors)
+
+
+def gatherer(leaves: Sequence[Any], sources: Sequence[ArraySource]) -> Gatherer | None:
+    starts = [source.fragments[0].box.start for source in sources]
+    flat = FlatTensors(list(map(_local_part, leaves)), starts, _local_part)
+    return flat if flat.numbers else None
 
 
 def readers(leaves: Sequence[Any]) -> list[Read]:

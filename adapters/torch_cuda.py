@@ -8,7 +8,7 @@ import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import cache
+from functools import cache, partial
 from typing import Any, ClassVar
 
 import numpy as np
@@ -19,7 +19,7 @@ from unickpt.adapters.torch_distributed import group as group
 from unickpt.adapters.torch_from_numpy import as_torch
 from unickpt.arrays.box import Box
 from unickpt.arrays.dtypes import Array, DType
-from unickpt.frameworks.protocol import Sample, Transfer
+from unickpt.frameworks.protocol import Read, Sample, Transfer
 
 _log = logging.getLogger("unickpt")
 
@@ -120,6 +120,102 @@ def transfer(
         torch.cuda.current_stream(device).wait_event(last)
 
     return Transfer(read, last.synchronize, go_first)
+
+
+_DTYPES = {getattr(torch, name) for name in (
+    "bool", "uint8", "int8", "int16", "int32", "int64",
+    "float16", "bfloat16", "float32", "float64", "complex64", "complex128",
+)}  # fmt: skip
+
+
+class FlatTensors:
+    """A `Gatherer`: small tensors of one dtype become one on their device, which is copied.
+
+    Arguments:
+        tensors: this rank's parts of leaves.
+        starts: the indices of the first element of each in its global array.
+        local_part: returns this rank's part of a leaf.
+    """
+
+    def __init__(
+        self,
+        tensors: Sequence[torch.Tensor],
+        starts: Sequence[tuple[int, ...]],
+        local_part: Callable[[Any], torch.Tensor],
+    ) -> None:
+        self._local_part = local_part
+        alike: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+        for number, tensor in enumerate(tensors):
+            is_plain = tensor.dtype in _DTYPES and not (tensor.is_conj() or tensor.is_neg())
+            if is_plain and tensor.is_cuda:
+                alike.setdefault((tensor.device, tensor.dtype), []).append(number)
+        self.numbers: Sequence[int] = list(itertools.chain.from_iterable(alike.values()))
+        self._parts = [
+            _JoinedTensors(device, dtype, [(tuple(tensors[n].shape), starts[n]) for n in numbers])
+            for (device, dtype), numbers in alike.items()
+        ]
+
+    def prepare(self) -> None:
+        for part in self._parts:
+            part.prepare()
+
+    def start(self, leaves: Sequence[Any]) -> Sequence[Read]:
+        tensors = iter(map(self._local_part, leaves))
+        for part in self._parts:
+            part.start(list(itertools.islice(tensors, len(part.reads))))
+        return [read for part in self._parts for read in part.reads]
+
+
+class _JoinedTensors:
+    """The tensors of one dtype on one device.
+
+    Arguments:
+        device, dtype: of all of them.
+        places: the shape of each, and the indices of its first element in its global array.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        dtype: torch.dtype,
+        places: Sequence[tuple[tuple[int, ...], tuple[int, ...]]],
+    ) -> None:
+        self._device, self._dtype, self._places = device, dtype, places
+        self._room: Array = np.empty(0, np.uint8)
+        self._copied: Any = None
+        self.reads: list[Read] = []
+        """Read the copies."""
+
+    def prepare(self) -> None:
+        dtype, sizes = TO_NUMPY[self._dtype], [math.prod(shape) for shape, _ in self._places]
+        self._room = pinned(sum(sizes) * dtype.itemsize).view(dtype)
+        copies = np.split(self._room, list(itertools.accumulate(sizes))[:-1])
+        for copy, (shape, start) in zip(copies, self._places, strict=True):
+            self.reads.append(partial(self._read, copy.reshape(shape), start))
+
+    def start(self, tensors: list[torch.Tensor]) -> None:
+        """Starts to copy the tensors, after the work that was queued for their device."""
+        room = as_torch(self._room, self._dtype)
+        with torch.no_grad():
+            try:
+                flat = torch._C._nn.flatten_dense_tensors(tensors)
+            except torch.OutOfMemoryError:
+                room.copy_(torch._C._nn.flatten_dense_tensors([t.cpu() for t in tensors]))
+                self._copied = None
+                return
+            with stream_after_training(self._device)():
+                stream = torch.cuda.current_stream()
+                flat.record_stream(stream)  # its memory is not reused before the copy
+                room.copy_(flat, non_blocking=True)
+                self._copied = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+                self._copied.record(stream)
+
+    def _read(
+        self, copy: Array, start: tuple[int, ...], box: Box, make_buffer: Callable[[], Array]
+    ) -> Array:
+        if self._copied is not None:
+            self._copied.synchronize()
+        return copy[box.relative_to(start).slices]
 
 
 def sampler(tensor: torch.Tensor, start: tuple[int, ...]) -> Sample:

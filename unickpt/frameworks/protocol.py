@@ -211,6 +211,29 @@ class StoredTree(Mapping[str, Any]):
         return tree.unwrapped(tree.find(self._node(), name))
 
 
+class Gatherer(Protocol):
+    """Copies small arrays from devices to the host together, in each save of the same arrays.
+
+    Only one save at a time uses it.
+    """
+
+    numbers: Sequence[int]
+    """Which of the leaves that it was made for it copies."""
+
+    def prepare(self) -> None:
+        """Compiles, and allocates memory; called once before `start`, while no caller waits."""
+
+    def start(self, leaves: Sequence[Any]) -> Sequence[Read]:
+        """Starts to copy leaves of the same `facts`; their owner may change them at once.
+
+        Arguments:
+            leaves: those of `numbers`.
+
+        Returns:
+            For each, a function that waits for its copy and reads it.
+        """
+
+
 class Adapter(Protocol):
     """The interface of a module under `unickpt.adapters`."""
 
@@ -245,6 +268,14 @@ class Adapter(Protocol):
     def copier(self, out: Sequence[Array]) -> Callable[[Sequence[Any], Sequence[int] | None], None]:
         """A function that copies leaves, all of mutable host memory, into arrays of their shape and
         dtype, in native byte order: into all, or into those of these numbers."""
+
+    def gatherer(self, leaves: Sequence[Any], sources: Sequence[ArraySource]) -> Gatherer | None:
+        """Copies small leaves on devices together, in later saves; None if that does not pay.
+
+        Arguments:
+            leaves: arrays; their `facts` are known.
+            sources: of each.
+        """
 
     def readers(self, leaves: Sequence[Any]) -> list[Read]:
         """Functions that read leaves in place. All are whole or immutable, in host memory, and

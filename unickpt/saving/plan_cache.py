@@ -1,7 +1,8 @@
 """Caches the description and plan of a save for the next save of the same tree.
 
 A training loop saves the same tree repeatedly: the same names, shapes, dtypes and layouts with
-other data. Then only the data are read. Small arrays are copied in bulk, into reused memory.
+other data. Then only the data are read. Small arrays are copied in bulk, into reused memory; on
+devices they are gathered first.
 Immutable arrays are referenced, without a description of each. A save that the caller waits for
 copies nothing and references all arrays in host memory. If units take turns, only the units whose
 turn it is are read.
@@ -21,6 +22,7 @@ import numpy as np
 
 from unickpt.arrays.box import Box
 from unickpt.arrays.dtypes import Array
+from unickpt.format.verified_chunks import SMALL
 from unickpt.frameworks.leaves import (
     ArrayFacts,
     PerProcess,
@@ -29,7 +31,14 @@ from unickpt.frameworks.leaves import (
     leaf_test,
 )
 from unickpt.frameworks.process_group import Group, members_of
-from unickpt.frameworks.protocol import Adapter, ArraySource, Fragment, Memory, Read
+from unickpt.frameworks.protocol import (
+    Adapter,
+    ArraySource,
+    Fragment,
+    Gatherer,
+    Memory,
+    Read,
+)
 from unickpt.options import SaveOptions
 from unickpt.saving.describe import Description, checked_metadata, problem_finder, unstorable
 from unickpt.saving.snapshot_policy import SnapshotMethod, SnapshotPolicy
@@ -95,6 +104,17 @@ class _Together:
                 fragment.read = read
         return sum(source.held_bytes for source in sources) if self.copied else 0
 
+    def current(
+        self, names: Collection[str], values: Sequence[Any], job_group: Group
+    ) -> Iterator[tuple[str, ArraySource]]:
+        """Those of some names, as they are now."""
+        members = [n for n, name in enumerate(self.names) if name in names]
+        reads = self.adapter.readers([values[self.numbers[n]] for n in members])
+        for n, read in zip(members, reads, strict=True):
+            source = self.sources[n]
+            fragments = tuple(Fragment(f.box, f.replicas, read, _PRIVATE) for f in source.fragments)
+            yield self.names[n], source.with_fragments(fragments)
+
     def let_go(self) -> None:
         """Drops references to the program's memory, so that nothing reads what a later save might
         leave out; makes room for copies."""
@@ -124,6 +144,7 @@ class _SingleArray(NamedTuple):
         unit: of the array; None if it has none, or several.
         adapter: of its framework.
         kept_source: how it is kept.
+        is_gathered: whether a device could copy it to the host together with others.
     """
 
     number: int
@@ -131,6 +152,91 @@ class _SingleArray(NamedTuple):
     unit: Unit | None
     adapter: Adapter
     kept_source: ArraySource
+    is_gathered: bool = False
+
+
+@dataclass(eq=False)
+class _GatheredArrays:
+    """Small arrays on devices, which are copied to the host together.
+
+    Arguments:
+        gatherer: copies them.
+        arrays: as it takes them, all of one unit.
+    """
+
+    gatherer: Gatherer
+    arrays: Sequence[_SingleArray]
+
+    def __post_init__(self) -> None:
+        self.unit = self.arrays[0].unit
+        self.sources = [array.kept_source for array in self.arrays]
+        self._nbytes = sum(source.held_bytes for source in self.sources)
+        self._is_prepared = False
+
+    def keep(self, values: Sequence[Any], now: Description | None = None) -> int:
+        """Keeps them as they are now, unless `now` looks at none of them; returns how many bytes
+        are copied."""
+        if (
+            now is not None
+            and now.skipped is not None
+            and all(
+                not source.assumed and now.borrows(array.name, fragment.box)
+                for array, source in zip(self.arrays, self.sources, strict=True)
+                for fragment in source.fragments
+            )
+        ):
+            return 0
+        reads = self.gatherer.start([values[array.number] for array in self.arrays])
+        for source, read in zip(self.sources, reads, strict=True):
+            for fragment in source.fragments:
+                fragment.read = read
+        return self._nbytes
+
+    def current(
+        self, names: Collection[str], values: Sequence[Any], job_group: Group
+    ) -> Iterator[tuple[str, ArraySource]]:
+        """As `_Together.current`."""
+        for array in self.arrays:
+            if array.name in names:
+                yield array.name, array.adapter.source(values[array.number], job_group)
+
+    def let_go(self) -> None:
+        """As `_Together.let_go`; takes what later copies need."""
+        _forget(self.sources)
+        if not self._is_prepared:
+            self.gatherer.prepare()
+            self._is_prepared = True
+
+
+def _gather(
+    singles: Sequence[_SingleArray],
+    sources: Mapping[str, ArraySource],
+    values: Sequence[Any],
+    most_bytes: int,
+) -> tuple[Sequence[_GatheredArrays], Sequence[_SingleArray]]:
+    """Of arrays that each save describes, those that devices can copy together, and the others.
+
+    Arguments:
+        singles: the arrays.
+        sources: as they are now, by name.
+        values: the leaves.
+        most_bytes: how many bytes may be copied together.
+    """
+    candidates: dict[tuple[int, Unit | None], list[_SingleArray]] = {}
+    for single in singles:
+        nbytes = single.kept_source.held_bytes
+        if single.is_gathered and nbytes <= most_bytes:
+            most_bytes -= nbytes
+            candidates.setdefault((id(single.adapter), single.unit), []).append(single)
+    groups, numbers = list[_GatheredArrays](), set[int]()
+    for members in candidates.values():
+        leaves = [values[member.number] for member in members]
+        now = [sources[member.name] for member in members]
+        gatherer = members[0].adapter.gatherer(leaves, now)
+        if gatherer is not None:
+            groups.append(_GatheredArrays(gatherer, [members[n] for n in gatherer.numbers]))
+            numbers.update(array.number for array in groups[-1].arrays)
+    return groups, [single for single in singles if single.number not in numbers]
 
 
 # No plan depends on these: they may differ in each call, or where steps are kept in several places.
@@ -188,7 +294,7 @@ class CachedPlan:
     arrays: Sequence[tuple[int, str]]
     facts: Sequence[ArrayFacts]
     description: Description
-    together: Sequence[_Together]
+    together: Sequence[_Together | _GatheredArrays]
     singles: Sequence[_SingleArray]
     plan: WritePlan | None = None
 
@@ -247,6 +353,12 @@ def _is_copied(
     return False if staging != "copy" else None
 
 
+def _is_gathered(source: ArraySource) -> bool:
+    """Whether a device could copy an array to the host together with others."""
+    on_device = source.fragments[0].memory.on_device
+    return on_device and source.prng is None and source.held_bytes <= SMALL
+
+
 def _may_share(sources: Iterable[ArraySource]) -> bool:
     """Whether arrays that are not copied could lie in memory that the program writes to."""
     memories = [f.memory for s in sources for f in s.fragments if f.memory.spans is not None]
@@ -291,7 +403,7 @@ class DescribedTree:
             name: policy.keep(source, partial(description.borrows, name))
             for name, source in description.sources.items()
         }
-        self._learn(sources, policy.methods)
+        self._learn(sources, policy.methods, policy.small_bytes)
         return sources
 
     def refer(self) -> None:
@@ -313,9 +425,11 @@ class DescribedTree:
         self,
         sources: Mapping[str, ArraySource],
         methods: Mapping[Fragment, SnapshotMethod] | None,
+        gathered_bytes: int = 0,
     ) -> None:
         if isinstance(self._root, tree.Node):
-            self.cached = self._cache.learn(self._root, self._job, sources, methods)
+            more = methods, gathered_bytes
+            self.cached = self._cache.learn(self._root, self._job, sources, *more)
 
 
 class SameTree(DescribedTree):
@@ -331,7 +445,7 @@ class SameTree(DescribedTree):
 
     def __init__(self, job: SaveTask, plan: CachedPlan, values: Sequence[Any]) -> None:
         self._job, self.cached, self._values = job, plan, values
-        self._singles, self._together = list[_SingleArray](), list[_Together]()
+        self._singles, self._together = list[_SingleArray](), list[_Together | _GatheredArrays]()
         """The parts that this save writes."""
         self._sources = list[ArraySource]()
         """The arrays of `_singles`."""
@@ -390,14 +504,7 @@ class SameTree(DescribedTree):
         both = zip(self._singles, self._sources, strict=True)
         sources = {single.name: source for single, source in both if single.name in names}
         for group in self._together:
-            members = [n for n, name in enumerate(group.names) if name in names]
-            reads = group.adapter.readers([self._values[group.numbers[n]] for n in members])
-            for n, read in zip(members, reads, strict=True):
-                source = group.sources[n]
-                fragments = tuple(
-                    Fragment(f.box, f.replicas, read, _PRIVATE) for f in source.fragments
-                )
-                sources[group.names[n]] = source.with_fragments(fragments)
+            sources |= group.current(names, self._values, self._job.group)
         return sources
 
     def assumed(self) -> Iterator[tuple[int, ArraySource, bool]]:
@@ -530,6 +637,7 @@ class PlanCache:
         job: SaveTask,
         kept_sources: Mapping[str, ArraySource],
         methods: Mapping[Fragment, SnapshotMethod] | None,
+        gathered_bytes: int = 0,
     ) -> CachedPlan | None:
         """The facts of a save's tree for the next save; the save gives them back when it ends.
 
@@ -538,6 +646,7 @@ class PlanCache:
             job: the save; its arrays are described, and not kept yet.
             kept_sources: the arrays as they are kept.
             methods: how each fragment of them is kept; None if all stay where they are.
+            gathered_bytes: how much devices may copy together.
 
         Returns:
             None if every leaf of the tree must be described each time.
@@ -545,10 +654,9 @@ class PlanCache:
         like, among, described = skeleton(root), job.among, job.description
         if like is None or _may_share(described.sources.values()):
             return None
-        names: dict[int, str] = {}
-        arrays: dict[int, tuple[Adapter, list[int]]] = {}
+        names, arrays = dict[int, str](), dict[int, tuple[Adapter, list[int]]]()
         together: dict[tuple[int, bool, Unit | None], _Together] = {}
-        single_arrays: list[_SingleArray] = []
+        singles = list[_SingleArray]()
         leaves = list(tree.leaves(root))
         for number, (name, value) in enumerate((leaf.name, leaf.value) for leaf in leaves):
             if type(value) in _PLAIN or type(value) is PerProcess:
@@ -564,10 +672,12 @@ class PlanCache:
             copied, unit = None, None if units is None else units.only
             # Excluded: parts that this save leaves out, and arrays of several units.
             is_left_out = any(described.borrows(name, f.box) for f in source.fragments)
-            if (methods is None or not is_left_out) and (units is None or unit is not None):
+            in_bulk = (methods is None or not is_left_out) and (units is None or unit is not None)
+            if in_bulk:
                 copied = _is_copied(source, kept_sources[name], job.options.staging, methods)
             if copied is None:
-                single_arrays.append(_SingleArray(number, name, unit, adapter, kept_sources[name]))
+                more = adapter, kept_sources[name], in_bulk and _is_gathered(source)
+                singles.append(_SingleArray(number, name, unit, *more))
             else:
                 group = _Together(adapter, copied, unit)
                 same = together.setdefault((id(adapter), copied, unit), group)
@@ -581,6 +691,7 @@ class PlanCache:
             ]
         except Exception:  # the adapter says nothing in advance of such arrays
             return None
+        gathered, left = _gather(singles, described.sources, values, gathered_bytes)
         return CachedPlan(
             cache=self,
             options=_planned_by(job.options),
@@ -595,8 +706,8 @@ class PlanCache:
             description=Description(
                 described.index, kept_sources, {}, described.units, encoders=described.encoders
             ),
-            together=list(together.values()),
-            singles=single_arrays,
+            together=[*together.values(), *gathered],
+            singles=left,
         )
 
     def _give(self, plan: CachedPlan) -> None:

@@ -75,6 +75,11 @@ class SnapshotPolicy:
         self.copied_bytes = 0
         """Bytes that were copied at once, in fragments too small to defer."""
 
+    @property
+    def small_bytes(self) -> int:
+        """How many more bytes can be copied in such fragments."""
+        return self._budget // 16 - self.copied_bytes
+
     def keep(self, source: ArraySource, borrowed: Callable[[Box], bool]) -> ArraySource:
         """An array with fragments that stay as they are, or that are copied before they change.
 
@@ -124,7 +129,7 @@ class SnapshotPolicy:
         immutable = not memory.mutable and not self._written.shares(memory)
         if self._mode != "copy" and immutable and memory.keep is not None:
             return SnapshotMethod.REFERENCE, _read_by(fragment, self._kept_read(memory), memory)
-        if nbytes <= SMALL and self.copied_bytes + nbytes <= self._budget // 16:
+        if nbytes <= min(SMALL, self.small_bytes):
             self.copied_bytes += nbytes
             private = Memory(mutable=False)
             return SnapshotMethod.REFERENCE, _read_by(fragment, _copied(fragment, dtype), private)
