@@ -157,7 +157,7 @@ from unickpt.saving.background import SaveCallbacks, SaveQueue, SaveRequest
 from unickpt.saving.saver import begin as save_in_background
 from unickpt.saving.task import SaveTask
 from unickpt.storage.btree.nodes import DataReference
-from unickpt.storage.data_files import ADDED_FOLDER, LINKED_FOLDER
+from unickpt.storage.data_files import ADDED_FOLDER, LINKED_FOLDER, FileView
 from unickpt.storage.data_files import written_in as written_in_data_file
 from unickpt.storage.database import Database as OcdbtDatabase
 from unickpt.storage.errors import (
@@ -171,7 +171,7 @@ from unickpt.storage.errors import (
 from unickpt.storage.kvstore import Future as StorageFuture
 from unickpt.storage.kvstore import KvStore
 from unickpt.storage.kvstore import asking as asking_storage
-from unickpt.storage.local_files import RegularFiles, system_calls
+from unickpt.storage.local_files import RegularFiles, begin_flush, close_quietly, system_calls
 from unickpt.storage.local_files import closing as closing_file
 from unickpt.storage.local_folders import sync_folder
 from unickpt.storage.locations import Location, folders_below, folders_with, room_text
@@ -281,16 +281,16 @@ __all__ = [
     "ChunkValue", "Claim", "Codec", "Column", "Compared", "ComparedViews", "DType", "Damaged",
     "Data", "DataReference", "DescribedSave", "Door", "DraftReport", "Earlier", "Elements",
     "EncodedChunk", "EncodedValue", "Encoding", "EncodingPolicy", "Ending", "Expansion", "Extra",
-    "Failed", "FileBox", "FileObserver", "FileRange", "Files", "Format", "Fragment", "FragmentGrid",
-    "GridBand", "Hints", "HostBuffers", "IN_ROOT", "Index", "JoinedParts", "Key", "KvStore",
-    "LEAST_REUSED", "LINKED_FOLDER", "Layout", "Leaf", "LeafFact", "LeafKind", "Lease", "LeaseUse",
-    "LeavesOut", "Listed", "LoadRequest", "LocalLocation", "Location", "MANIFEST", "MAX_DEPTH",
-    "MOST_BASES", "MOST_COMPRESSED_BYTES", "MOST_FRAGMENTS_SHOWN", "MadeLeaf", "MemoryBudget",
-    "MemoryWindow", "Mesh", "MeshFacts", "MeshKey", "NOTHING_HERE", "NamedOptimizer",
-    "NeedsElements", "Node", "NotDecodable", "Notes", "ORPHANS_LOCK", "OWN_FORMAT",
-    "ObservedReport", "OcdbtDatabase", "OcdbtReader", "OfEachProcess", "Opaque", "Orphan",
-    "OrphanSearch", "PYTHON_TYPES", "ParallelMap", "Part", "PathLike", "PhaseObserver", "Plain",
-    "Plan", "PlannedFile", "Pool", "Progress", "Provenance", "REPLACED_METADATA",
+    "Failed", "FileBox", "FileObserver", "FileRange", "FileView", "Files", "Format", "Fragment",
+    "FragmentGrid", "GridBand", "Hints", "HostBuffers", "IN_ROOT", "Index", "JoinedParts", "Key",
+    "KvStore", "LEAST_REUSED", "LINKED_FOLDER", "Layout", "Leaf", "LeafFact", "LeafKind", "Lease",
+    "LeaseUse", "LeavesOut", "Listed", "LoadRequest", "LocalLocation", "Location", "MANIFEST",
+    "MAX_DEPTH", "MOST_BASES", "MOST_COMPRESSED_BYTES", "MOST_FRAGMENTS_SHOWN", "MadeLeaf",
+    "MemoryBudget", "MemoryWindow", "Mesh", "MeshFacts", "MeshKey", "NOTHING_HERE",
+    "NamedOptimizer", "NeedsElements", "Node", "NotDecodable", "Notes", "ORPHANS_LOCK",
+    "OWN_FORMAT", "ObservedReport", "OcdbtDatabase", "OcdbtReader", "OfEachProcess", "Opaque",
+    "Orphan", "OrphanSearch", "PYTHON_TYPES", "ParallelMap", "Part", "PathLike", "PhaseObserver",
+    "Plain", "Plan", "PlannedFile", "Pool", "Progress", "Provenance", "REPLACED_METADATA",
     "RESERVED_METADATA", "RangeReader", "Reader", "ReferencePolicy", "ReferenceSource",
     "RegularFiles", "Request", "Restorer", "Retention", "RuledView", "RulesCheck", "Run",
     "RunFeature", "SAVE_PHASES", "STORED_TYPES", "SaveCall", "SaveCallbacks", "SaveEncoder",
@@ -301,14 +301,14 @@ __all__ = [
     "Timing", "Transport", "Unit", "UnitSteps", "Units", "ValuePlaces", "Version", "View",
     "WHOLE_BOXES", "WriteFilter", "WriteItem", "Writer", "WritingSave", "absolute_path",
     "adapter_of", "adapters", "all_gather_bytes", "apply_rules", "asking_storage", "barrier",
-    "base_name", "bytes_of_chunk", "bytes_on_disk", "changed_repr", "check_boxes", "check_rest",
-    "check_written", "checkpoints_below", "child_names", "children_by_key", "chosen_format",
-    "chunk_digest", "chunk_keys", "closing_file", "combined_crc32", "common_codec",
-    "compressed_chunk", "conversion_budgets", "convertible", "copy_files", "counted",
-    "current_group", "cut_box", "decode_per_process", "dict_node", "dtype_and_shape",
-    "dtype_from_name", "dtype_kind", "dtype_name", "encode_per_process", "encoding_of",
-    "entry_of_box", "entry_of_boxes", "every_door", "expand_leaf", "facts_of", "fences_of",
-    "find_door", "find_orphans", "finite_or_text", "first_few", "flat_range_to_boxes",
+    "base_name", "begin_flush", "bytes_of_chunk", "bytes_on_disk", "changed_repr", "check_boxes",
+    "check_rest", "check_written", "checkpoints_below", "child_names", "children_by_key",
+    "chosen_format", "chunk_digest", "chunk_keys", "close_quietly", "closing_file",
+    "combined_crc32", "common_codec", "compressed_chunk", "conversion_budgets", "convertible",
+    "copy_files", "counted", "current_group", "cut_box", "decode_per_process", "dict_node",
+    "dtype_and_shape", "dtype_from_name", "dtype_kind", "dtype_name", "encode_per_process",
+    "encoding_of", "entry_of_box", "entry_of_boxes", "every_door", "expand_leaf", "facts_of",
+    "fences_of", "find_door", "find_orphans", "finite_or_text", "first_few", "flat_range_to_boxes",
     "flatten_state", "flatten_tree", "folders_below", "folders_with", "format_named",
     "fragment_count", "fragment_grids", "grid_band_text", "group_of_one", "has_fixed_size",
     "has_known_factory", "html_page", "html_table", "in_batches", "is_array", "is_plain",

@@ -10,6 +10,7 @@ from unickpt.save_report import SaveReport
 
 if TYPE_CHECKING:
     from unickpt.format.reader import Reader
+    from unickpt.storage.data_files import FileView
     from unickpt.storage.locations import Location
     from unickpt.write_filter import WriteFilter
 
@@ -35,19 +36,14 @@ class FileObserver(Protocol):
     buffers: int
     """How many times the bytes of a data file it keeps in memory, at most."""
 
-    def written(self, path: str, parts: Sequence[memoryview]) -> None:
-        """Called when a data file is complete, on the thread that wrote it.
-
-        Arguments:
-            path: of the file, below the folder.
-            parts: its bytes, one part after the other; valid during the call.
-        """
+    def begin(self) -> FileView:
+        """Called for each new data file, which may turn out to have no bytes."""
 
     def end(self, paths: Sequence[str]) -> None:
         """Called when all files are complete, and again if more are written afterwards.
 
         Arguments:
-            paths: of all files, also of those that were linked, or not shown to `written`.
+            paths: of all files, also of those that were linked, or not seen.
         """
 
 

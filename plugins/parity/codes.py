@@ -33,20 +33,34 @@ class _SumSegment:
 
     def __init__(self, count: int) -> None:
         self.lock = threading.Lock()
-        self.sums = [np.zeros(SEGMENT_BYTES, np.uint8) for _ in range(count)]
+        self.sums = [np.empty(SEGMENT_BYTES, np.uint8) for _ in range(count)]
+        self.filled = 0
+        """So many bytes are of files; the others count as zeros."""
 
     def add(self, parts: Iterable[Bytes]) -> None:
         """Adds these bytes of a file."""
-        offset = doubled = 0
+        offset, doubled, end = 0, 0, -(-self.filled // 8) * 8
         for part in parts:
-            stop = offset + len(part)
             if len(self.sums) > 1:
-                doubled = self._double(doubled, -(-stop // 8) * 8)
-            for total in self.sums:
-                np.bitwise_xor(total[offset:stop], part, out=total[offset:stop])
-            offset = stop
+                doubled = self._double(doubled, min(-(-(offset + len(part)) // 8) * 8, end))
+            self.add_piece(offset, part)
+            offset += len(part)
         if len(self.sums) > 1:
-            self._double(doubled, SEGMENT_BYTES)
+            self._double(doubled, end)
+
+    def add_piece(self, offset: int, piece: Bytes) -> None:
+        """Adds some bytes of a file, those before them having been added."""
+        stop = offset + len(piece)
+        known = min(max(self.filled, offset), stop)
+        for total in self.sums:
+            np.bitwise_xor(total[offset:known], piece[: known - offset], out=total[offset:known])
+            total[known:stop] = piece[known - offset :]
+        self.filled = max(self.filled, stop)
+
+    def part(self, number: int, nbytes: int) -> Bytes:
+        """The first bytes of a sum."""
+        self.sums[number][self.filled : max(nbytes, 0)] = 0
+        return self.sums[number][:nbytes]
 
     def _double(self, start: int, stop: int) -> int:
         """Multiplies some bytes of the second sum by 2, eight at a time; returns their end."""
@@ -69,13 +83,14 @@ class ParitySums:
 
     Arguments:
         count: 1 or 2.
+        spare: memory that other sums no longer need; these leave theirs there.
     """
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, spare: list[_SumSegment] | None = None) -> None:
         self.nbytes = 0
         """Bytes of the longest file."""
-        self._count = count
-        self._segments = [_SumSegment(count)]
+        self._count, self._spare = count, [] if spare is None else spare
+        self._segments, self._growing = list[_SumSegment](), threading.Lock()
 
     def add(
         self, parts: Iterable[memoryview], nbytes: int, begin: Callable[[], None] = lambda: None
@@ -88,7 +103,7 @@ class ParitySums:
             begin: called once, in the order of the files.
         """
         pieces, number = _cut(parts), 0
-        segment = self._segments[0]
+        segment = self._segment(0)
         segment.lock.acquire()
         try:
             begin()
@@ -96,21 +111,47 @@ class ParitySums:
             while True:
                 segment.add(takewhile(len, pieces))
                 number += 1
-                if number == len(self._segments):
-                    if number * SEGMENT_BYTES >= nbytes:
-                        return
-                    self._segments.append(_SumSegment(self._count))
-                following = self._segments[number]
+                if number == len(self._segments) and number * SEGMENT_BYTES >= nbytes:
+                    return
+                following = self._segment(number)
                 following.lock.acquire()
                 segment.lock.release()
                 segment = following
         finally:
             segment.lock.release()
 
+    def add_piece(self, position: int, piece: memoryview) -> None:
+        """Adds some bytes of a file to a single sum, in which the order of the files is all the
+        same. `nbytes` is up to the caller."""
+        while piece:
+            number, offset = divmod(position, SEGMENT_BYTES)
+            part = np.frombuffer(piece[: SEGMENT_BYTES - offset], np.uint8)
+            segment = self._segment(number)
+            with segment.lock:
+                segment.add_piece(offset, part)
+            position, piece = position + len(part), piece[len(part) :]
+
+    def _segment(self, number: int) -> _SumSegment:
+        with self._growing:
+            while len(self._segments) <= number:
+                try:
+                    segment = self._spare.pop()
+                except IndexError:
+                    segment = _SumSegment(self._count)
+                self._segments.append(segment)
+            return self._segments[number]
+
     def sums(self) -> list[list[Bytes]]:
         """The sums, in parts, each as long as the longest file."""
-        parts = [(s.sums, self.nbytes - n * SEGMENT_BYTES) for n, s in enumerate(self._segments)]
-        return [[sums[number][:left] for sums, left in parts] for number in range(self._count)]
+        parts = [(s, self.nbytes - n * SEGMENT_BYTES) for n, s in enumerate(self._segments)]
+        return [[s.part(number, left) for s, left in parts] for number in range(self._count)]
+
+    def release(self) -> None:
+        """Leaves the memory to other sums."""
+        for segment in self._segments:
+            segment.filled = 0
+        self._spare += self._segments
+        self._segments = []
 
 
 def _cut(parts: Iterable[memoryview]) -> Iterator[Bytes]:

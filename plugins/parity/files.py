@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 import os
+from collections import deque
 from collections.abc import Iterable, Iterator
 from functools import cached_property
 
 import tensorstore as ts
 import xxhash
 
-from unickpt.extend import Damaged, DataReference, KvStore, Location, sync_folder, system_calls
+from unickpt.extend import (
+    Damaged,
+    DataReference,
+    KvStore,
+    Location,
+    begin_flush,
+    close_quietly,
+    sync_folder,
+    system_calls,
+)
 
 _PIECE_BYTES, _OBJECT_PIECE_BYTES = 1 << 20, 16 << 20
+_MOST_UNFLUSHED = 2  # the disk has mostly ended with those before
 _UNFINISHED = ".repair"
 """The end of the name of a file that is being rewritten."""
 
@@ -27,6 +38,7 @@ class FolderFiles:
     def __init__(self, location: Location, context: ts.Context) -> None:
         self.location = location
         self._regular, self._context = location.regular_files(), context
+        self._unflushed = deque[_Unflushed]()
 
     @cached_property
     def _store(self) -> KvStore:  # a forked process cannot use it, and local files do not need it
@@ -69,7 +81,7 @@ class FolderFiles:
         return len(self._store.read(path).result().value)
 
     def write(self, path: str, pieces: Iterable[bytes | memoryview], *, fsync: bool) -> None:
-        """Writes a new file.
+        """Writes a new file. It is flushed to disk by `flush` or by later calls.
 
         Raises:
             Failed: the storage failed.
@@ -78,7 +90,14 @@ class FolderFiles:
             self._store.write(path, b"".join(pieces)).result()
             return
         self.location.child(os.path.dirname(path)).make()
-        _write(f"{self.location.path}{path}", pieces, os.O_EXCL, fsync=fsync)
+        later = self._unflushed if fsync else None
+        _write(f"{self.location.path}{path}", pieces, os.O_EXCL, fsync=False, later=later)
+        self.flush(_MOST_UNFLUSHED)
+
+    def flush(self, most: int = 0) -> None:
+        """Flushes new files to disk until at most so many are left. Raises as `write`."""
+        while len(self._unflushed) > most:
+            self._unflushed.popleft().flush()
 
     def replace(
         self, path: str, pieces: Iterable[bytes | memoryview], *, fsync: bool = True
@@ -114,16 +133,42 @@ def checked(path: str, pieces: Iterable[bytes], expected: str) -> Iterator[bytes
         raise Damaged(f"{path}: the restored bytes do not match their digest: a file changed")
 
 
-def _write(path: str, pieces: Iterable[bytes | memoryview], flags: int, *, fsync: bool) -> None:
+class _Unflushed:
+    """A written file that is flushed to disk later; it is closed when this is dropped."""
+
+    def __init__(self, handle: int, path: str) -> None:
+        self._handle, self._path = os.dup(handle), path
+
+    def flush(self) -> None:
+        with system_calls("flush", self._path):
+            os.fsync(self._handle)
+
+    def __del__(self) -> None:
+        close_quietly(self._handle)
+
+
+def _write(
+    path: str,
+    pieces: Iterable[bytes | memoryview],
+    flags: int,
+    *,
+    fsync: bool,
+    later: deque[_Unflushed] | None = None,
+) -> None:
     with system_calls("write", path):
         handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | flags, 0o666)
         with open(handle, "wb", buffering=0) as file:
             for piece in pieces:
                 view = memoryview(piece).cast("B")
+                start, nbytes = file.tell(), len(view)
                 while view:
                     view = view[file.write(view) :]
+                if later is not None:
+                    begin_flush(handle, start, nbytes)
             if fsync:
                 os.fsync(handle)
+            if later is not None:
+                later.append(_Unflushed(handle, path))
 
 
 def digest(pieces: Iterable[memoryview | bytes]) -> str:

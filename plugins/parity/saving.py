@@ -16,6 +16,7 @@ from unickpt.extend import (
     ADDED_FOLDER,
     LINKED_FOLDER,
     FileObserver,
+    FileView,
     Location,
     SaveFeature,
     quoted,
@@ -120,6 +121,48 @@ class _OpenGroup:
             self.added += 1
             return self.added
 
+    def note(self, path: str, nbytes: int, digest: str) -> int:
+        """Notes a file whose pieces were added to the single sum; returns how many were added."""
+        with self.lock:
+            self.files.append([path, nbytes, digest])
+            self.sums.nbytes = max(self.sums.nbytes, nbytes)
+            self.added += 1
+            return self.added
+
+
+class _View:
+    """Adds a file to a group: to a single sum while it is written, as its bytes are in the CPU's
+    cache; to two sums afterwards, since these need the files in an order.
+
+    Arguments:
+        writer: has the groups.
+    """
+
+    def __init__(self, writer: ParityWriter) -> None:
+        self._writer, self._hasher = writer, xxhash.xxh3_128()
+        self._group: _OpenGroup | None = None
+        self._nbytes = 0
+
+    def add(self, piece: memoryview) -> None:
+        """Adds a piece to a single sum."""
+        if self._writer.buffers > 1:
+            return
+        if self._group is None:
+            self._group = self._writer.join()
+        self._hasher.update(piece)
+        self._group.sums.add_piece(self._nbytes, piece)
+        self._nbytes += len(piece)
+
+    def complete(self, path: str, parts: Sequence[memoryview]) -> None:
+        """Adds the file; writes the parity files of a group that is complete."""
+        if self._group is None:
+            group = self._writer.join()
+            count = group.add(path, parts, sum(map(len, parts)))
+        else:
+            group = self._group
+            count = group.note(path, self._nbytes, self._hasher.hexdigest())
+        self._writer.added(path, group, count)
+
 
 class ParityWriter:
     """Adds up the files of a folder in groups, and writes their parity files.
@@ -134,21 +177,32 @@ class ParityWriter:
     def __init__(self, folder: Location, multiple: int, buffers: int, *, fsync: bool) -> None:
         self.multiple, self.buffers = multiple, buffers
         self._files, self._fsync = FolderFiles(folder, storage_context()), fsync
+        self._spare = list[Any]()
         self._seen, self._open = set[str](), self._new_group()
         self._lock, self._tables = threading.Lock(), list[GroupTable]()
 
     def _new_group(self) -> _OpenGroup:
-        return _OpenGroup(ParitySums(self.buffers))
+        return _OpenGroup(ParitySums(self.buffers, self._spare))
 
-    def written(self, path: str, parts: Sequence[memoryview]) -> None:
-        """Adds a data file; writes the parity files of a group that is complete."""
+    def begin(self) -> FileView:
+        """Adds a data file."""
+        return _View(self)
+
+    def join(self) -> _OpenGroup:
+        """The group of a file."""
         with self._lock:
-            self._seen.add(path)
             group = self._open
             group.expected += 1
             if group.expected == self.multiple:
                 self._open = self._new_group()
-        if group.add(path, parts, sum(part.nbytes for part in parts)) == self.multiple:
+            return group
+
+    def added(self, path: str, group: _OpenGroup, count: int) -> None:
+        """Writes the parity files of a group to which so many files were added, the last of which
+        is this, if that is all."""
+        with self._lock:
+            self._seen.add(path)
+        if count == self.multiple:
             self._write(group)
 
     def end(self, paths: Sequence[str]) -> None:
@@ -168,11 +222,11 @@ class ParityWriter:
                     group.add(path, self._files.pieces(path, sizes[path]), sizes[path])
                 self._write(group)
             self._seen.update(unseen)
+        self._files.flush()
         if self._tables:
             self._files.replace(f"{ADDED_FOLDER}/{LIST}", [encode(self._tables)], fsync=self._fsync)
         location = self._files.location
         if self._fsync and location.is_local and self._tables:
-            sync_folder(location.child(ADDED_FOLDER).path)
             sync_folder(location.path)
 
     def _write(self, group: _OpenGroup) -> None:
@@ -188,6 +242,7 @@ class ParityWriter:
         for name, total in zip(names, sums, strict=True):
             views: list[memoryview] = [part.data for part in total]
             self._files.write(name, [*views, end], fsync=self._fsync)
+        group.sums.release()
 
 
 def _new_name(nbytes: int, is_local: bool) -> str:

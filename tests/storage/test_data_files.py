@@ -92,6 +92,70 @@ def test_a_file_is_flushed_if_that_is_asked(
         flushed.clear()
 
 
+class View:
+    """Notes what it sees of a file, and what the system has of it at the end."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self.seen, self.completed = folder, b"", list[str]()
+
+    def add(self, piece: memoryview) -> None:
+        self.seen += bytes(piece)
+
+    def complete(self, path: str, parts: data_files.Value) -> None:
+        assert b"".join(parts) == self.seen
+        if (self._folder / "d").is_dir():
+            assert (self._folder / path).read_bytes() == self.seen
+        self.completed.append(path)
+
+
+@pytest.mark.parametrize("where", ["local", "memory"])
+@settings(max_examples=40)
+@given(values=VALUES)
+def test_a_view_sees_the_whole_file(
+    where: str, values: list[tuple[int, int]], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    path = tmp_path_factory.mktemp("files")
+    folder = location(path if where == "local" else f"memory:/{path}")
+    file, view, written = new_file(folder), View(path), b""
+    file.views = [view]
+    for size, cuts in values:
+        value = os.urandom(size)
+        add(file, value, cuts)
+        written += value if size > 100 else b""
+    file.close()
+    assert view.seen == written
+    assert view.completed == ([file.path] if written else [])
+
+
+@pytest.mark.parametrize("piece", [30_000, 200_000])
+def test_the_disk_begins_before_the_flush(
+    piece: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun: list[tuple[int, int]] = []
+
+    def advise(handle: int, start: int, nbytes: int, advice: int) -> None:
+        assert advice == os.POSIX_FADV_DONTNEED
+        assert os.fstat(handle).st_size == start + nbytes
+        begun.append((start, nbytes))
+        raise OSError(errno.ESPIPE, "a file system that knows no advice")
+
+    monkeypatch.setattr(os, "posix_fadvise", advise)
+    monkeypatch.setattr(data_files, "_SEND_BYTES", 100_000)
+    for durable in True, False:
+        context = paths.context(fsync=durable)
+        file = data_files.new_file(location(tmp_path), context, piece)
+        for size in (250_000, 70_000, 60_000):
+            add(file, b"1" * size)
+        file.close()
+        assert sum(nbytes for _, nbytes in begun) == (380_000 if durable else 0)
+        assert len(begun) > 1 or not durable
+        begun.clear()
+    monkeypatch.delattr(os, "posix_fadvise")  # as on macOS
+    file = new_file(location(tmp_path), fsync=True)
+    add(file, b"1" * 200_000)
+    file.close()
+
+
 @contextmanager
 def files_of_at_most(nbytes: int) -> Iterator[None]:
     before = resource.getrlimit(resource.RLIMIT_FSIZE)

@@ -290,7 +290,7 @@ class ChunkWriter:
         """A file for a batch."""
         piece = _BACKGROUND_PIECE if self._source.background else data_files.PIECE_BYTES
         file = data_files.new_file(self._folder, self._attempt.context, piece)
-        file.parts = [] if self.observers else None
+        file.views = [observer.begin() for observer in self.observers]
         return file
 
     def encode(self, item: WriteItem, chunk: Any) -> codec.Encoded:
@@ -392,8 +392,6 @@ class _Batch:
                 file.add((memoryview(value),))
             for data_file in self._both(file):
                 data_file.close()
-                for observer in self._writer.observers if data_file.parts else ():
-                    observer.written(data_file.path, data_file.parts or ())
         except BaseException:
             for data_file in self._both(file):
                 data_file.abandon()

@@ -11,13 +11,14 @@ import os
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import tensorstore as ts
 
 from unickpt.storage import paths
 from unickpt.storage.btree.builder import MOST_INLINE
 from unickpt.storage.kvstore import KvStore
-from unickpt.storage.local_files import close_quietly, system_calls
+from unickpt.storage.local_files import begin_flush, close_quietly, system_calls
 from unickpt.storage.locations import Location
 
 FOLDER = "d"
@@ -25,11 +26,32 @@ FOLDER = "d"
 LINKED_FOLDER = "reused"
 """In the folder of a process: files of an earlier checkpoint, by hard links."""
 PIECE_BYTES = 512 << 10  # measured: 256 KiB to 1 MiB are as fast, 8 MiB fall out of the cache
+_SEND_BYTES = 8 << 20  # measured: saves are faster by a quarter than without
 _TOGETHER_BYTES = 64 << 10  # smaller values are copied, to be written together
 ADDED_FOLDER = "p"
 """In the folder of a process, or of the B-tree: files that features add, such as copies."""
 Value = Sequence[memoryview]
 """A value in parts, each of them contiguous bytes."""
+
+
+class FileView(Protocol):
+    """Sees one data file, on the thread that writes it."""
+
+    def add(self, piece: memoryview) -> None:
+        """Called with each piece of the file, in order, just before it is written or buffered.
+
+        Arguments:
+            piece: valid during the call.
+        """
+
+    def complete(self, path: str, parts: Value) -> None:
+        """Called when the system has all pieces of a local file, before it is flushed to the disk;
+        and before an object is written. Not called for a file without bytes.
+
+        Arguments:
+            path: of the file, below the folder.
+            parts: its bytes, one part after the other; valid during the call.
+        """
 
 
 class DataFile(ABC):
@@ -50,8 +72,9 @@ class DataFile(ABC):
         """The length of each value in bytes."""
         self.inline: list[bytes] = []
         """The small values."""
-        self.parts: list[memoryview] | None = None
-        """The bytes of the file, in order, if a list is put here before the first value."""
+        self.views: Sequence[FileView] = ()
+        """See the file, if they are put here before the first value."""
+        self._parts: list[memoryview] = []  # if there are views, all of the file
         self._end = 0
 
     def add(self, value: Value, look: Callable[[memoryview], object] | None = None) -> None:
@@ -75,8 +98,8 @@ class DataFile(ABC):
             return
         self.offsets.append(self._end)
         self._end += nbytes
-        if self.parts is not None:
-            self.parts += value
+        if self.views:
+            self._parts += value
         for part in value:
             self._append(part, look)
 
@@ -91,6 +114,10 @@ class DataFile(ABC):
         Raises:
             Failed: it cannot be written.
         """
+
+    def _complete(self) -> None:
+        for view in self.views if self._parts else ():
+            view.complete(self.path, self._parts)
 
     @abstractmethod
     def abandon(self) -> None:
@@ -120,10 +147,13 @@ class _LocalFile(DataFile):
         self._at, self._most, self._fsync, self._handle = folder + self.path, piece_bytes, fsync, -1
         self._waiting: list[memoryview] = []  # small values, to be written together
         self._waiting_bytes = 0
+        self._written = self._sent = 0  # bytes that the system has, and that it sends to the disk
 
     def close(self) -> None:
         try:
             self._flush()
+            self._send()
+            self._complete()
             if self._handle >= 0:
                 if self._fsync:
                     with system_calls("flush", self._at):
@@ -149,9 +179,14 @@ class _LocalFile(DataFile):
                 for piece in pieces:
                     if look is not None:
                         look(piece)
+                    for view in self.views:
+                        view.add(piece)
                     count = os.write(self._handle, piece)
+                    self._written += count
                     if count != len(piece):
                         self._write(piece[count:])
+                    if self._written - self._sent >= _SEND_BYTES:
+                        self._send()
             return
         if look is not None:
             look(part)
@@ -163,9 +198,12 @@ class _LocalFile(DataFile):
     def _flush(self) -> None:
         waiting, self._waiting, self._waiting_bytes = self._waiting, [], 0
         if waiting:
+            together = waiting[0] if len(waiting) == 1 else memoryview(b"".join(waiting))
+            for view in self.views:
+                view.add(together)
             with system_calls("write", self._at):
                 self._open()
-                self._write(waiting[0] if len(waiting) == 1 else memoryview(b"".join(waiting)))
+                self._write(together)
 
     def _open(self) -> None:
         if self._handle < 0:
@@ -174,7 +212,14 @@ class _LocalFile(DataFile):
 
     def _write(self, data: memoryview) -> None:
         while data:
-            data = data[os.write(self._handle, data) :]
+            count = os.write(self._handle, data)
+            data, self._written = data[count:], self._written + count
+
+    def _send(self) -> None:
+        """Lets the disk begin with what the system has; else it would be idle until the flush."""
+        start, self._sent = self._sent, self._written
+        if self._fsync:
+            begin_flush(self._handle, start, self._sent - start)
 
 
 class _Object(DataFile):
@@ -182,22 +227,25 @@ class _Object(DataFile):
 
     def __init__(self, store: KvStore) -> None:
         super().__init__()
-        self._store, self._parts = store, list[memoryview]()
+        self._store, self._values = store, list[memoryview]()
 
     def _append(self, part: memoryview, look: Callable[[memoryview], object] | None) -> None:
         if look is not None:
             look(part)
-        self._parts.append(part)
+        for view in self.views:
+            view.add(part)
+        self._values.append(part)
 
     def close(self) -> None:
         milliseconds = time.time_ns() // 1_000_000
         self.path = f"{FOLDER}/{os.urandom(16).hex()}-{milliseconds:x}-{self._end:x}"
-        parts, self._parts = self._parts, []
-        if parts:
-            self._store.write(self.path, b"".join(parts)).result()
+        self._complete()
+        values, self._values = self._values, []
+        if values:
+            self._store.write(self.path, b"".join(values)).result()
 
     def abandon(self) -> None:
-        self._parts = []
+        self._values = []
 
 
 def written_in(name: str) -> tuple[float, int] | None:

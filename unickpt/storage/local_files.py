@@ -453,6 +453,13 @@ def closing(handle: int, path: str) -> Iterator[None]:
         os.close(handle)
 
 
+def begin_flush(handle: int, start: int, nbytes: int) -> None:
+    """Lets the disk begin to write some bytes of a file, and does not wait; a hint."""
+    if nbytes > 0 and hasattr(os, "posix_fadvise"):
+        with suppress(OSError):  # the flush raises the errors of the disk
+            os.posix_fadvise(handle, start, nbytes, os.POSIX_FADV_DONTNEED)
+
+
 def close_quietly(handle: int) -> None:
     """Closes a file that was only read or locked, or whose data are discarded."""
     with suppress(OSError):

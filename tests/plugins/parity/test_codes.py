@@ -40,12 +40,17 @@ def slow_sums(files: list[bytes], count: int) -> list[bytes]:
     return [bytes(total) for total in sums]
 
 
+SPARE: dict[int, list[Any]] = {1: [], 2: []}  # sums begin with memory that has others
+
+
 def sums_of(files: list[bytes], count: int, cut: int = 1 << 18) -> list[Any]:
-    sums = ParitySums(count)
+    sums = ParitySums(count, SPARE[count])
     for file in files:
         view = memoryview(file)
         sums.add((view[start : start + cut] for start in range(0, len(file), cut)), len(file))
-    return [np.concatenate(parts) for parts in sums.sums()]
+    added = [np.concatenate(parts) for parts in sums.sums()]
+    sums.release()
+    return added
 
 
 @pytest.mark.parametrize("count", [1, 2])
@@ -66,6 +71,55 @@ def test_threads_may_add_files_at_the_same_time(
     assert sorted(order) == sorted(files)
     added = [b"".join(part.tobytes() for part in parts) for parts in sums.sums()]
     assert added == slow_sums(order, count)
+
+
+def test_pieces_may_be_added_in_any_order_to_a_single_sum(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(codes, "SEGMENT_BYTES", 64)
+    rng, spare = np.random.default_rng(0), list[Any]()
+    for _ in range(30):
+        files = [rng.bytes(int(rng.integers(1, 300))) for _ in range(8)]
+        sums = codes.ParitySums(1, spare)
+        left = {number: memoryview(file) for number, file in enumerate(files)}
+        while left:
+            number = int(rng.choice([*left]))
+            piece = left[number][: int(rng.integers(1, 100))]
+            sums.add_piece(len(files[number]) - len(left[number]), piece)
+            left[number] = left[number][len(piece) :]
+            if not left[number]:
+                del left[number]
+        sums.nbytes = max(map(len, files))
+        assert [b"".join(part.tobytes() for part in sums.sums()[0])] == slow_sums(files, 1)
+        sums.release()  # the next ones begin with memory that has these
+    assert len(spare) <= 5
+
+
+def test_threads_may_add_pieces_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(codes, "SEGMENT_BYTES", 1 << 10)
+    rng = np.random.default_rng(0)
+    files = [rng.bytes(int(rng.integers(1, 20_000))) for _ in range(40)]
+    sums = codes.ParitySums(1)
+
+    def add(file: bytes) -> None:
+        for start in range(0, len(file), 100):
+            sums.add_piece(start, memoryview(file)[start : start + 100])
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(add, files))
+    sums.nbytes = max(map(len, files))
+    assert b"".join(part.tobytes() for part in sums.sums()[0]) == slow_sums(files, 1)[0]
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_bytes_that_no_file_has_are_zeros(count: int) -> None:
+    spare = list[Any]()
+    before = codes.ParitySums(count, spare)
+    before.add([memoryview(b"x" * 99)], 99)
+    before.release()
+    sums = codes.ParitySums(count, spare)
+    for file in (b"abc", b"de"):  # parts of lost files are left out
+        sums.add([memoryview(file)], 20)
+    expected = slow_sums([b"abc".ljust(20, b"\0"), b"de"], count)
+    assert [total.tobytes() for (total,) in sums.sums()] == expected
 
 
 contents = st.lists(st.binary(min_size=1, max_size=40), min_size=1, max_size=9)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import gc
+import os
 import random
 import re
 import shutil
@@ -20,6 +23,9 @@ from typer.testing import CliRunner
 import unickpt
 from unickpt import CheckpointCorrupt, Checkpointer, CheckpointNotFound, SaveOptions
 from unickpt.cli.app import app
+from unickpt.extend import Failed
+from unickpt.plugins.parity import files
+from unickpt.plugins.parity.saving import ParityWriter
 from unickpt.storage import paths
 
 FAST: dict[str, Any] = {"fsync": False, "chunk_bytes": 4096}
@@ -270,6 +276,50 @@ def test_asynchronous_saves_have_parity(path: Path) -> None:
     for file in files_of(path, "d")[:2]:
         remove(file)
     assert is_equal(path)
+
+
+@pytest.mark.parametrize("parity", [(3, 1), (3, 2)])
+def test_every_file_is_flushed_when_a_process_ends(
+    path: Path, parity: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flushed, fsync, end = set[str](), os.fsync, ParityWriter.end
+    counts = list[int]()
+
+    def noted(handle: int) -> None:
+        flushed.add(os.readlink(f"/proc/self/fd/{handle}").removesuffix(".repair"))
+        fsync(handle)
+
+    def checked(self: ParityWriter, names: Any) -> None:
+        end(self, names)
+        parity_files = {str(file) for file in files_of(path, "p")}
+        assert not parity_files - flushed
+        assert {str(Path(file).parent) for file in parity_files} <= flushed
+        counts.append(len(parity_files))
+
+    monkeypatch.setattr(os, "fsync", noted)
+    monkeypatch.setattr(ParityWriter, "end", checked)
+    save(path, parity, fsync=True)
+    assert counts[-1] > counts[0] > 1
+    assert {str(file) for file in files_of(path, "d")} <= flushed
+
+
+def test_a_save_that_fails_leaves_no_file_open(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(path, fsync=True)
+    count, real = len(os.listdir("/proc/self/fd")), files.FolderFiles.write
+    calls = list[str]()
+
+    def write(self: files.FolderFiles, name: str, *arguments: Any, **more: Any) -> None:
+        real(self, name, *arguments, **more)
+        calls.append(name)
+        if len(calls) == 2:
+            raise Failed("the disk is full", errno.ENOSPC)
+
+    monkeypatch.setattr(files.FolderFiles, "write", write)
+    with pytest.raises(unickpt.UnickptError):
+        save(path, fsync=True)
+    assert len(calls) >= 2
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) <= count
 
 
 def test_a_job_of_several_processes(path: Path) -> None:
