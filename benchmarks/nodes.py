@@ -11,6 +11,11 @@ flight. Seconds from the commit on the node to that in the bucket; the ways take
     python benchmarks/nodes.py --simulate 64 --mib 32
 
 With `--simulate`, nothing is saved: see `nodes_simulated.py`.
+
+    python benchmarks/nodes.py --dir /dev/shm --nodes 4 --mib 128 --parity
+
+Saves steps without and with sums of the nodes' files on other nodes: how long the call blocks, when
+the step is committed on the nodes, and when other nodes protect it. Uploads nothing meanwhile.
 """
 
 from __future__ import annotations
@@ -52,12 +57,13 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--simulate", type=int, help="So many nodes, without saving anything.")
     parser.add_argument("--latency-s", type=float, default=0.03, help="Of a simulated request.")
+    parser.add_argument("--parity", action="store_true", help="Measure parity, not uploads.")
     parser.add_argument("--rank", type=int, help="Used by the benchmark itself.")
     parser.add_argument("--way", help="Used by the benchmark itself.")
     parser.add_argument("--url", help="Used by the benchmark itself.")
     arguments = parser.parse_args()
     if arguments.rank is not None:
-        run_process(arguments)
+        (save_steps if arguments.parity else run_process)(arguments)
         return
     console = Console(width=None if sys.stdout.isatty() else 120)
     if arguments.simulate:
@@ -70,6 +76,9 @@ def main() -> None:
         return
     if arguments.dir is None:
         parser.error("--dir is needed, except with --simulate")
+    if arguments.parity:
+        compare_parity(arguments)
+        return
     seconds = {way: [] for way in WAYS}
     with fresh_directory(arguments.dir) as folder, s3() as environment:
         print_facts(console, machine_facts(folder) | {"moto": version("moto")})
@@ -112,6 +121,65 @@ def run_job(arguments: argparse.Namespace, folder: Path, way: str, url: str) -> 
     if any(process.returncode for process in processes):
         sys.exit("a process failed")
     return max(float(json.loads(output.splitlines()[-1])["seconds"]) for output in outputs)
+
+
+def compare_parity(arguments: argparse.Namespace) -> None:
+    """Prints what parity across nodes costs: of each step the slowest process, then medians."""
+    with fresh_directory(arguments.dir) as folder:
+        print_facts(Console(width=120), machine_facts(folder))
+        for way in ("without", "(8, 1)"):
+            target = folder / way.strip("()").replace(", ", "-")
+            target.mkdir()
+            facts = "--dir", str(target), "--nodes", str(arguments.nodes), "--parity", "--way", way
+            sizes = "--mib", str(arguments.mib), "--rounds", str(arguments.rounds)
+            processes = [
+                subprocess.Popen(
+                    [sys.executable, __file__, *facts, *sizes, "--rank", str(rank)],
+                    stdout=subprocess.PIPE,
+                    text=True,
+                )
+                for rank in range(arguments.nodes)
+            ]
+            outputs = [
+                json.loads(process.communicate()[0].splitlines()[-1]) for process in processes
+            ]
+            steps = [
+                [max(times) for times in zip(*step, strict=True)]
+                for step in zip(*outputs, strict=True)
+            ]
+            names = "blocked", "committed", "protected"
+            medians = [statistics.median(times) for times in zip(*steps, strict=True)]
+            texts = [f"{name} {s:.3f} s" for name, s in zip(names, medians, strict=True)]
+            print(f"{way:<8}", ", ".join(texts if way != "without" else texts[:2]))
+
+
+def save_steps(arguments: argparse.Namespace) -> None:
+    """One node: saves its rows of an array in each step, and waits until the step is protected."""
+    rank, count, folder = arguments.rank, arguments.nodes, Path(arguments.dir)
+    rows, agree = arguments.mib << 8, Agreement(folder, rank, count)
+    data = np.random.default_rng(rank).integers(0, 256, (rows, 4096), np.uint8)
+    box = Box((rank * rows, 0), ((rank + 1) * rows, 4096))
+    group = unickpt.ProcessGroup(rank, count, "bench", agree=agree)
+    parity = None if arguments.way == "without" else (8, 1)
+    options = unickpt.SaveOptions(group=group, fsync=False, parity=parity)
+    node, steps = folder / f"node{rank}", list[list[float]]()
+    every = arguments.rounds + 9  # so that nothing is uploaded
+    url = folder / "root"
+    run = unickpt.Checkpointer(url, options=options, node_local=node, upload_every=every)
+    state = {"w": LocalFragments((rows * count, 4096), [(box, data)])}
+    for step in range(1, arguments.rounds + 2):
+        agree(0)
+        started = time.perf_counter()
+        pending = run.save(step, state)
+        blocked = time.perf_counter() - started
+        pending.result()
+        committed = time.perf_counter() - started
+        while parity is not None and "node" not in run.survives()[step]:
+            time.sleep(0.01)
+        steps.append([blocked, committed, time.perf_counter() - started])
+    print(json.dumps(steps[1:]), flush=True)  # the first is to warm up
+    agree(0)
+    os._exit(0)  # without the upload of the last step
 
 
 def run_process(arguments: argparse.Namespace) -> None:
