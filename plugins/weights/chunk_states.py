@@ -3,8 +3,11 @@ each is compared with its digest."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from threading import Lock
 
 import numpy as np
 
@@ -72,6 +75,9 @@ class VersionReader:
 
     def __init__(self, reader: OcdbtReader) -> None:
         self.reader = reader
+        self._lock = Lock()
+        self.seconds = 0.0
+        """For which threads waited for the storage, together."""
 
     def advance(self, chunk: VersionChunk, live: ChunkState, out: Array) -> tuple[ChunkState, int]:
         """Turns the live state of a chunk into that of the version, by patches.
@@ -90,7 +96,8 @@ class VersionReader:
         additions, nbytes = list[bytes](), 0
         depth = None
         for value in self._chain(chunk)[:0:-1]:
-            patch = self.reader.chunk_values.read_value(chunk.entry, value, chunk.number)
+            with self._timed():
+                patch = self.reader.chunk_values.read_value(chunk.entry, value, chunk.number)
             additions.insert(0, patch)
             nbytes += len(patch)
             depth = depths.get(patches.state_of(patch).digest)
@@ -123,18 +130,29 @@ class VersionReader:
         entry, part, number = chunk.entry, chunk.part, chunk.number
         chain = self._chain(chunk)
         if len(chain) < 2:
-            if self.reader.read([Request(entry, part, number, out, chunk.digest)]):
+            with self._timed():
+                damaged = self.reader.read([Request(entry, part, number, out, chunk.digest)])
+            if damaged:
                 raise self._damaged(chunk)
             return ChunkState(chunk.digest), out.nbytes
-        additions = [self.reader.chunk_values.read_value(entry, v, number) for v in chain[1:]]
+        with self._timed():
+            additions = [self.reader.chunk_values.read_value(entry, v, number) for v in chain[1:]]
         try:
-            read_full_chunk(entry, number, chain, out)
+            with self._timed():
+                read_full_chunk(entry, number, chain, out)
             undos = self._add(out, additions, ())
         except (Failed, NotDecodable) as error:
             raise self.reader.chunks.naming(error, entry, part, number) from error
         if chunk_digest(out) != chunk.digest:
             raise self._damaged(chunk)
         return ChunkState(chunk.digest, undos), out.nbytes + sum(map(len, additions))
+
+    @contextmanager
+    def _timed(self) -> Iterator[None]:
+        began = time.perf_counter()
+        yield
+        with self._lock:
+            self.seconds += time.perf_counter() - began
 
     def _chain(self, chunk: VersionChunk) -> Sequence[ChunkValue]:
         if chunk.entry.codec is not None:  # patches are of the stored bytes

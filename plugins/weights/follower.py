@@ -53,8 +53,11 @@ class UpdateReport:
         whole_chunks: how many were read whole; of the others only patches.
         read_bytes: of chunks and patches that were read.
         staged_bytes: of the changes, beside the live weights.
+        read_s: seconds for which threads waited for chunks and patches, together.
         stage_s: seconds until all was staged and verified; the old version was live.
+        wait_s: seconds from then until `pause` was entered.
         pause_s: seconds of the flip.
+        resume_s: seconds from then until `pause` was left.
     """
 
     version: int
@@ -63,8 +66,11 @@ class UpdateReport:
     whole_chunks: int
     read_bytes: int
     staged_bytes: int
+    read_s: float
     stage_s: float
+    wait_s: float
     pause_s: float
+    resume_s: float
 
 
 class Follower:
@@ -290,20 +296,24 @@ class Follower:
             staged, request, view = self._staged(checkpoint)
             if self._steps.version(version) != identity:
                 raise CheckpointReplaced(f"{checkpoint.location} was replaced during the update")
-            staged_s = time.perf_counter() - started
+            times = [time.perf_counter()]
             with pause():
-                began = time.perf_counter()
+                times.append(time.perf_counter())
                 flip(staged.changes, _threads())
-                pause_s = time.perf_counter() - began
+                times.append(time.perf_counter())
+            times.append(time.perf_counter())
             self._flipped(staged, request, view)
             self.last_update = UpdateReport(
                 version,
                 self._version,
                 *staged.chunks,
-                staged.read_bytes,
-                staged.staged_bytes,
-                staged_s,
-                pause_s,
+                read_bytes=staged.read_bytes,
+                staged_bytes=staged.staged_bytes,
+                read_s=staged.read_s,
+                stage_s=times[0] - started,
+                wait_s=times[1] - times[0],
+                pause_s=times[2] - times[1],
+                resume_s=times[3] - times[2],
             )
             self._state, self._identity, self._version = staged.state, identity, version
             self._newest_seen = max(self._newest_seen, version)

@@ -92,6 +92,7 @@ class StagedUpdate:
         leaves: the arrays of the engine.
         values: the leaves of its tree, by name; the changes put new ones in.
         read_bytes: read from the storage.
+        read_s: seconds for which threads waited for them, together.
         staged_bytes: of the changes.
         chunks: how many were changed, and of these, read whole.
     """
@@ -101,6 +102,7 @@ class StagedUpdate:
     leaves: Mapping[str, LiveLeaf]
     values: dict[str, Any]
     read_bytes: int = 0
+    read_s: float = 0.0
     staged_bytes: int = 0
     chunks: tuple[int, int] = (0, 0)
 
@@ -331,6 +333,7 @@ class Stager:
             self._leaves,
             self._values,
             self._read_bytes,
+            self._reader.seconds,
             staged_bytes,
             (self._changed, self._whole),
         )
