@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import torch
-import torch.distributed as dist
 from vllm.distributed.parallel_state import get_world_group
 from vllm.distributed.weight_transfer.base import (
     TrainerInitInfo,
@@ -19,15 +16,13 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 
-from unickpt import UnickptError
-from unickpt.errors import UnsupportedFormat
-from unickpt.extend import first_few
+from unickpt.integrations.serving.following import live_tree, make_live
+from unickpt.integrations.serving.loading import rules_named
 from unickpt.integrations.vllm import NAME
-from unickpt.integrations.vllm.loader import copies_of_model, rules_named
-from unickpt.integrations.vllm.recorder import fragments_of
 from unickpt.plugins.weights import Follower, Publisher
 
 _log = logging.getLogger("unickpt")
+_START = f"start vLLM with load_format={NAME!r} and weight_transfer_config={{'backend': {NAME!r}}}"
 
 
 @dataclass
@@ -77,7 +72,7 @@ class UnickptTransferEngine(WeightTransferEngine):
         self.shutdown()
         self.follower = Follower(
             init_info.root,
-            live_tree(self.model),
+            live_tree(self.model, "vLLM", _START),
             rules=rules_named(init_info.rules),
             rank=self.parallel_config.rank,
             keep_copies=init_info.keep_copies,
@@ -98,44 +93,16 @@ class UnickptTransferEngine(WeightTransferEngine):
                 the old version stays live on all.
             ValueError: `init_transfer_engine` was not called.
         """
-        error = self._make_live(update_info.version)
+        group = get_world_group()
+        error: Exception | None
+        if self.follower is None:
+            error = ValueError("call init_weight_transfer_engine with the publisher's root first")
+        else:
+            error = make_live(self.follower, update_info.version, group)
         if error is not None:
-            if (get_world_group().rank_in_group + 1) % self.parallel_config.world_size == 0:
+            if (group.rank_in_group + 1) % self.parallel_config.world_size == 0:
                 raise error
             _log.error("%s", error)
-
-    def _make_live(self, version: int) -> Exception | None:
-        """Makes a version live on all ranks, or on none; returns the error."""
-        if self.follower is None:
-            return ValueError("call init_weight_transfer_engine with the publisher's root first")
-        before, answers = self.follower.version, list[list[str]]()
-
-        @contextmanager
-        def pause() -> Iterator[None]:
-            answers.append(_errors_of_all(None))
-            if answers[0]:
-                raise UnickptError(f"{answers[0][0]}, on another rank; version {before} stays live")
-            yield
-
-        try:
-            self.follower.rollback(version, pause=pause)
-        except Exception as error:
-            if not answers or not answers[0]:  # the others wait for this rank
-                _errors_of_all(error)
-            return error
-        errors = _errors_of_all(None)
-        if not errors:
-            return None
-        if before is None:
-            return UnickptError(
-                f"{errors[0]}, on another rank while weights were changed, and no version was live "
-                "before: load the model again"
-            )
-        self.follower.rollback(before)
-        return UnickptError(
-            f"{errors[0]}, on another rank while weights were changed; version {before} is live "
-            "again"
-        )
 
     def finish_weight_update(self) -> None:
         """Does nothing: the version is live."""
@@ -145,44 +112,6 @@ class UnickptTransferEngine(WeightTransferEngine):
         if self.follower is not None:
             self.follower.close()
             self.follower = None
-
-
-def live_tree(model: torch.nn.Module) -> dict[str, Any]:
-    """The live parameters of a model, by the names in the checkpoint that was loaded.
-
-    Raises:
-        UnsupportedFormat: vLLM loaded them otherwise, computed some, or repacked them.
-    """
-    recorder = copies_of_model.get(model)
-    if recorder is None:
-        raise UnsupportedFormat(
-            f"this {type(model).__name__} was not loaded by unickpt; start vLLM with "
-            f"load_format={NAME!r} and weight_transfer_config={{'backend': {NAME!r}}}"
-        )
-    arrays = [*model.parameters(), *model.buffers()]
-    live = {array.untyped_storage().data_ptr() for array in arrays}
-    changed = {c.name for c in recorder.copies if c.tensor.untyped_storage().data_ptr() not in live}
-    if changed | recorder.computed:
-        raise UnsupportedFormat(
-            f"vLLM repacks or computes {first_few(sorted(changed | recorder.computed))}, as with "
-            "quantization. Only weights that stay as they were loaded can be followed"
-        )
-    trees = fragments_of(recorder.copies)
-    if len(trees) > 1:
-        raise UnsupportedFormat(
-            f"vLLM copies {first_few(sorted(trees[1]))} to several places; that is not supported"
-        )
-    return trees[0]
-
-
-def _errors_of_all(error: Exception | None) -> list[str]:
-    """The errors of all ranks of the engine; all call it."""
-    group = get_world_group()
-    errors: list[str | None] = [None] * group.world_size
-    message = None if error is None else str(error)
-    if group.world_size > 1:
-        dist.all_gather_object(errors, message, group=group.cpu_group)
-    return [text for text in errors if text is not None]
 
 
 # --- the trainer's side ---------------------------------------------------------------------------

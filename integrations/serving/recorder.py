@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from unickpt.extend import Box
+from unickpt.integrations.serving.fill_record import FillRecord, storage_key
 from unickpt.types import LocalFragments
 
 Tensor = torch.Tensor
@@ -42,15 +43,19 @@ class LoadRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     Arguments:
         fill: fills the tensors of copies.
         read: reads an array whole.
+        parameters: that are loaded.
     """
 
     def __init__(
         self,
         fill: Callable[[Sequence[WeightCopy]], None],
         read: Callable[[str], Tensor],
+        parameters: Mapping[str, Tensor],
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._fill, self._read = fill, read
+        self.filled = FillRecord(parameters)
+        """What was written to the parameters, or is recorded."""
         self._sources: dict[int, tuple[str, Tensor]] = {}
         self._pending: dict[tuple[Any, ...], WeightCopy] = {}
         self._last_read: tuple[str, Tensor] | None = None
@@ -66,7 +71,7 @@ class LoadRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def source(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """A tensor without data that stands for an array."""
         tensor = torch.empty(tuple(shape), dtype=dtype, device="meta")
-        self._sources[_storage(tensor)] = name, tensor
+        self._sources[storage_key(tensor)] = name, tensor
         return tensor
 
     def flush(self) -> None:
@@ -81,18 +86,19 @@ class LoadRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         if _is_view(func):
             return func(*args, **kwargs)
+        self.filled.add_outputs(func, args, kwargs)
         if func is torch.ops.aten.copy_.default and self._record(*args[:2]):
             return args[0]
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         if any(_overlap(c.tensor, tensor) for c in self._pending.values() for tensor in tensors):
             self.flush()
-        if any(_storage(tensor) in self._sources for tensor in tensors):
+        if any(storage_key(tensor) in self._sources for tensor in tensors):
             args, kwargs = tree_map_only(Tensor, self._with_data, (args, kwargs))
         return func(*args, **kwargs)
 
     def _record(self, out: Tensor, source: Tensor) -> bool:
         """Records a copy, if it is one of a box."""
-        entry = self._sources.get(_storage(source))
+        entry = self._sources.get(storage_key(source))
         if entry is None or out.shape != source.shape or out.is_meta:
             return False
         name, whole = entry
@@ -104,7 +110,7 @@ class LoadRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return True
 
     def _with_data(self, tensor: Tensor) -> Tensor:
-        entry = self._sources.get(_storage(tensor))
+        entry = self._sources.get(storage_key(tensor))
         if entry is None:
             return tensor
         name, _ = entry
@@ -165,10 +171,6 @@ def _copy_of(name: str, whole: Tensor, source: Tensor, out: Tensor) -> WeightCop
         if axis not in axes:
             out = out.unsqueeze(axis)
     return WeightCopy(name, tuple(whole.shape), Box(tuple(start), tuple(stop)), out)
-
-
-def _storage(tensor: Tensor) -> int:
-    return cast(int, tensor.untyped_storage()._cdata)
 
 
 def _overlap(a: Tensor, b: Tensor) -> bool:

@@ -1,4 +1,4 @@
-"""The recorder of a model's `load_weights`, without vLLM: what loaders do with a tensor."""
+"""The recorder of a model's `load_weights`: what loaders do with a tensor."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 import unickpt
 from unickpt.extend import Box
-from unickpt.integrations.vllm.recorder import LoadRecorder, WeightCopy, fragments_of
+from unickpt.integrations.serving.recorder import LoadRecorder, WeightCopy, fragments_of
 
 pytestmark = [pytest.mark.integration, pytest.mark.plugins]
 STORED = {"a": np.arange(48, dtype=np.float32).reshape(8, 6), "b": np.arange(5, dtype=np.float32)}
@@ -24,7 +24,7 @@ class Recording:
         self.path = "memory://test/recorder"
         unickpt.save(self.path, STORED, overwrite=True)
         self.fills, self.reads = list[Sequence[WeightCopy]](), list[str]()
-        self.recorder = LoadRecorder(self.fill, self.read)
+        self.recorder = LoadRecorder(self.fill, self.read, {})
 
     def fill(self, copies: Sequence[WeightCopy]) -> None:
         self.fills.append(copies)

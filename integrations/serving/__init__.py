@@ -1,0 +1,1 @@
+"""What vLLM and SGLang share: weights from any checkpoint, and from the versions of a publisher."""

@@ -1,0 +1,125 @@
+"""A model's own `load_weights`, fed from any checkpoint."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+import unickpt
+from unickpt import Checkpoint, Rules
+from unickpt.errors import LoadMismatch
+from unickpt.extend import convertible, first_few
+from unickpt.integrations.serving.recorder import LoadRecorder, WeightCopy, fragments_of
+
+
+class CheckpointLoader:
+    """Fills models from a checkpoint; writes nothing.
+
+    Arguments:
+        settings: `path`, the checkpoint; `rules`, from stored names to those of Hugging Face: a
+            preset's name, a file, or text; `under`, the part of the checkpoint, as for
+            `unickpt.load`; and `hints`, as for `unickpt.open`. All are optional.
+        option: has the settings, for errors.
+
+    Raises:
+        ValueError: there are other settings.
+    """
+
+    def __init__(self, settings: Mapping[str, Any] | None, option: str) -> None:
+        given = dict(settings or {})
+        self._path = given.pop("path", None)
+        self._rules = rules_named(given.pop("rules", None))
+        self._under, self._hints = given.pop("under", ""), given.pop("hints", None)
+        if given:
+            raise ValueError(
+                f"{option} has {', '.join(sorted(given))}; it takes path, rules, under and hints"
+            )
+
+    def load(self, model: Any, default_path: str, *, must_fill: bool) -> LoadRecorder:
+        """Fills the parameters of a model by its `load_weights`.
+
+        Arguments:
+            model: of vLLM or SGLang.
+            default_path: the checkpoint, if the settings name none.
+            must_fill: whether all elements of all parameters must be loaded.
+
+        Returns:
+            What was copied where.
+
+        Raises:
+            LoadMismatch: the checkpoint lacks a parameter, or a part of one.
+            UnickptError: as `unickpt.load`.
+        """
+        checkpoint = unickpt.open(self._path or default_path, hints=self._hints)
+        if self._under:
+            checkpoint = checkpoint.under(self._under)
+        source = _Source(checkpoint, self._rules)
+        recorder = LoadRecorder(source.fill, source.read, dict(model.named_parameters()))
+        tensors = [
+            (name, recorder.source(name, array.shape, array.dtype))
+            for name, array in source.arrays.items()
+        ]
+        with recorder:
+            loaded = model.load_weights(iter(tensors))
+            recorder.flush()
+        if must_fill:
+            missing = set(recorder.filled.incomplete())
+            if loaded is not None:
+                missing |= {name for name, _ in model.named_parameters()} - set(loaded)
+            if missing:
+                raise LoadMismatch(
+                    f"{checkpoint.url} does not fill {first_few(sorted(missing))} of "
+                    f"{type(model).__name__}, or only in part; its arrays must have Hugging Face's "
+                    "names, maybe through `rules`"
+                )
+        return recorder
+
+
+class _Source:
+    """A checkpoint through rules.
+
+    Arguments:
+        checkpoint: the checkpoint.
+        rules: to the names that `load_weights` gets.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, rules: Rules | None) -> None:
+        self._checkpoint, self._rules = checkpoint, rules
+        entries = convertible(checkpoint.reader, rules, None).index.entries
+        self.arrays = {
+            name: torch.empty(entry.shape, dtype=getattr(torch, entry.dtype), device="meta")
+            for name, entry in entries.items()
+            if "/" not in name
+        }
+        """All arrays, without data."""
+
+    def fill(self, copies: Sequence[WeightCopy]) -> None:
+        """Reads what is copied."""
+        for tree in fragments_of(copies):
+            self._load(tree)
+
+    def read(self, name: str) -> torch.Tensor:
+        """Reads an array whole."""
+        whole = torch.empty_like(self.arrays[name], device="cpu")
+        self._load({name: whole})
+        return whole
+
+    def _load(self, tree: Mapping[str, Any]) -> None:
+        """Fills a part of the arrays; rules see that all are wanted."""
+        like = {**self.arrays, **tree}
+        only = None if self.arrays.keys() == tree.keys() else list(tree)
+        unickpt.load(
+            self._checkpoint, like, rules=self._rules, only=only, unexpected="skip", cast=True
+        )
+
+
+def rules_named(rules: str | None) -> Rules | None:
+    """Rules from settings: the name of a preset, a file, or text."""
+    if rules is None:
+        return None
+    if rules in Rules.presets():
+        return Rules.preset(rules)
+    return Rules.load(rules) if os.path.isfile(rules) else Rules.parse(rules)
