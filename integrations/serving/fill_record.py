@@ -27,7 +27,7 @@ class FillRecord:
         """Records that a tensor was written."""
         writes = self._writes.get(storage_key(tensor))
         if writes is not None:
-            writes.add((tensor.storage_offset(), tuple(tensor.shape), tensor.stride()))
+            writes.add((int(tensor.storage_offset()), tuple(tensor.shape), tensor.stride()))
 
     def add_outputs(self, operation: Any, args: Any, kwargs: Mapping[str, Any]) -> None:
         """Records what an operation of torch writes."""

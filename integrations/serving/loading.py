@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -38,13 +38,21 @@ class CheckpointLoader:
                 f"{option} has {', '.join(sorted(given))}; it takes path, rules, under and hints"
             )
 
-    def load(self, model: Any, default_path: str, *, must_fill: bool) -> LoadRecorder:
+    def load(
+        self,
+        model: Any,
+        default_path: str,
+        *,
+        must_fill: bool,
+        load_weights: Callable[[Iterator[tuple[str, torch.Tensor]]], Any] | None = None,
+    ) -> LoadRecorder:
         """Fills the parameters of a model by its `load_weights`.
 
         Arguments:
             model: of vLLM or SGLang.
             default_path: the checkpoint, if the settings name none.
             must_fill: whether all elements of all parameters must be loaded.
+            load_weights: instead of the model's own; it may return the names that it loaded.
 
         Returns:
             What was copied where.
@@ -63,7 +71,7 @@ class CheckpointLoader:
             for name, array in source.arrays.items()
         ]
         with recorder:
-            loaded = model.load_weights(iter(tensors))
+            loaded = (load_weights or model.load_weights)(iter(tensors))
             recorder.flush()
         if must_fill:
             missing = set(recorder.filled.incomplete())
