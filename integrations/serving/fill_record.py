@@ -20,7 +20,7 @@ class FillRecord:
 
     def __init__(self, parameters: Mapping[str, torch.Tensor]) -> None:
         self._parameters = dict(parameters)
-        self._storages = {name: storage_key(each) for name, each in self._parameters.items()}
+        self._storages = {name: storage_key(p) for name, p in self._parameters.items()}
         self._writes: dict[int, set[_Write]] = {key: set() for key in self._storages.values()}
 
     def add(self, tensor: torch.Tensor) -> None:

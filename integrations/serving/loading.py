@@ -29,13 +29,13 @@ class CheckpointLoader:
     """
 
     def __init__(self, settings: Mapping[str, Any] | None, option: str) -> None:
-        given = dict(settings or {})
-        self._path = given.pop("path", None)
-        self._rules = rules_named(given.pop("rules", None))
-        self._under, self._hints = given.pop("under", ""), given.pop("hints", None)
-        if given:
+        options = dict(settings or {})
+        self._path = options.pop("path", None)
+        self._rules = rules_named(options.pop("rules", None))
+        self._under, self._hints = options.pop("under", ""), options.pop("hints", None)
+        if options:
             raise ValueError(
-                f"{option} has {', '.join(sorted(given))}; it takes path, rules, under and hints"
+                f"{option} has {', '.join(sorted(options))}; it takes path, rules, under and hints"
             )
 
     def load(

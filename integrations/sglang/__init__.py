@@ -30,5 +30,5 @@ def _choose_loader(
     extra = load_config.model_loader_extra_config
     if isinstance(extra, dict) and NAME in extra:
         loader = importlib.import_module("unickpt.integrations.sglang.loader")
-        return loader.UnickptModelLoader(load_config)
+        return loader.SGLangLoader(load_config)
     return choose(load_config, model_config, **arguments)

@@ -12,7 +12,7 @@ from unickpt.integrations.serving.loading import CheckpointLoader
 from unickpt.integrations.sglang import NAME
 
 
-class UnickptModelLoader(DefaultModelLoader):
+class SGLangLoader(DefaultModelLoader):
     """Loads any checkpoint that unickpt reads into a model of SGLang; writes nothing.
 
     The model's own `load_weights` decides which part of which array goes where. Each rank reads

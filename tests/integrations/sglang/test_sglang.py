@@ -89,7 +89,7 @@ def test_parameters_from_a_checkpoint_of_jax_are_those_of_sglangs_loader(
     theirs = loaded(tmp_path, tmp_path / "hf", size)
     assert sorted((tmp_path / "jax").rglob("*")) == files
     for rank, expected in zip(ours, theirs, strict=True):
-        assert (rank["loader"], expected["loader"]) == ("UnickptModelLoader", "DefaultModelLoader")
+        assert (rank["loader"], expected["loader"]) == ("SGLangLoader", "DefaultModelLoader")
         assert rank["parameters"].keys() == expected["parameters"].keys()
         for name, tensor in expected["parameters"].items():
             assert torch.equal(rank["parameters"][name], tensor), name
