@@ -335,6 +335,12 @@ class JaxTarget:
 
     span: tuple[int, int] | None = None  # new arrays
 
+    @property
+    def layout(self) -> Layout | None:
+        if not isinstance(self.sharding, NamedSharding):
+            return None
+        return _named(self.sharding, len(self.shape))
+
     def regions(self) -> Sequence[MemoryRegion]:
         return ()
 
@@ -579,6 +585,7 @@ def _process(device: Any) -> int:
     return int(device.process_index)
 
 
+@lru_cache(maxsize=256)
 def _named(sharding: NamedSharding, rank: int) -> Layout:
     mesh = sharding.mesh
     axes = tuple(str(a) for a in mesh.axis_names)

@@ -12,6 +12,7 @@ import numpy as np
 from unickpt.arrays import dtypes
 from unickpt.arrays.box import Box
 from unickpt.arrays.dtypes import Array
+from unickpt.arrays.layout import Layout
 from unickpt.arrays.memory_region import MemoryRegion
 from unickpt.arrays.strided_copy import may_overlap
 from unickpt.frameworks.process_group import Group
@@ -105,6 +106,7 @@ class NumpyTarget:
     abstract = False
     processes = 1
     prng: str | None = None
+    layout: Layout | None = None
 
     def __init__(self, leaf: Any, array: Array) -> None:
         self.leaf, self.shape, self.dtype = leaf, array.shape, array.dtype.newbyteorder("=")

@@ -49,6 +49,7 @@ from unickpt.adapters.torch_optimizer import (
 from unickpt.arrays import dtypes
 from unickpt.arrays.box import Box
 from unickpt.arrays.dtypes import Array
+from unickpt.arrays.layout import Layout
 from unickpt.arrays.memory_region import MemoryRegion
 from unickpt.arrays.strided_copy import may_overlap
 from unickpt.errors import StateChanged
@@ -356,10 +357,11 @@ class TorchTarget:
         self.abstract: bool = leaf.is_meta
         box: Box | None = Box.whole(self.shape)
         self.processes = 1
+        self.layout: Layout | None = None
         self._local: torch.Tensor
         shard = shard_of(leaf)
         if shard is not None:
-            self.processes = len(shard.layout.mesh.processes)
+            self.layout, self.processes = shard.layout, len(shard.layout.mesh.processes)
             box, local = shard.box, _local(leaf, shard)
         else:
             local = _memory(leaf)

@@ -73,6 +73,7 @@ class ShardedTarget:
 
     prng: str | None = None
     abstract = False
+    layout: Layout | None = None  # shards need not be equal pieces
 
     def __init__(self, leaf: Any, make: Callable[[torch.Tensor], ArrayTarget]) -> None:
         shards = leaf.local_shards()

@@ -31,8 +31,7 @@ from unickpt import (
 from unickpt.errors import ProcessFailed
 from unickpt.format import index
 from unickpt.reading.array_reader import LoadCounts
-from unickpt.reading.collective_read import _moved_bytes
-from unickpt.reading.shared_read import Waiting, schedule
+from unickpt.reading.shared_read import Waiting, moved_bytes, schedule
 from unickpt.testing.thread_groups import Threads
 from unickpt.types import Box, LocalFragments
 
@@ -133,7 +132,7 @@ def wanted(draw: st.DrawFn) -> tuple[Any, list[dict[str, list[Box]]]]:
 @given(wanted(), st.integers(1, 200))
 def test_every_box_comes_out_of_chunks_that_one_process_reads(case: Any, budget: int) -> None:
     entry, wants = case
-    rounds = schedule([entry], wants, _moved_bytes, budget)
+    rounds = schedule([entry], wants, moved_bytes, budget)
     found = [np.zeros(entry.shape, int) for _ in wants]
     for chunks in rounds:
         held: Counter[int] = Counter()
@@ -160,7 +159,7 @@ def test_the_reading_is_spread_evenly() -> None:
     layout = unickpt.types.Layout.replicated(1, 1)
     entry = index.ArrayEntry("x", (64,), "int8", (4,), layout)
     whole, last = Box((0,), (64,)), Box((60,), (64,))
-    rounds = schedule([entry], [{"x": [whole]}] * 3 + [{"x": [last]}], _moved_bytes, 1 << 20)
+    rounds = schedule([entry], [{"x": [whole]}] * 3 + [{"x": [last]}], moved_bytes, 1 << 20)
     owners = Counter(chunk.owner for chunks in rounds for chunk in chunks)
     assert sorted(owners.values()) == [1, 5, 5, 5]
     assert owners[3] == 1
@@ -424,6 +423,77 @@ def test_dtensors_on_four_ranks(stored: Path, processes: Processes) -> None:
         read = [nbytes for _, nbytes in of_layout]
         assert whole() - left()["norm"].nbytes <= sum(read) <= whole(), told
         assert max(read) <= 0.3 * whole(), told
+
+
+def test_any_layout_into_any_other(processes: Processes, tmp_path: Path) -> None:
+    """Also of some ranks, with plain tensors, uneven, and in many rounds; nobody says what it
+    needs, but for arrays that no layout describes."""
+    jobs = processes.torch(
+        4,
+        script("""
+            import torch, torch.distributed as dist
+            from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+            from torch.distributed.tensor import Replicate, Shard, distribute_tensor, empty
+            from unickpt.reading import collective_read
+
+            dist.init_process_group("gloo")
+            rank, rows, columns, copies = dist.get_rank(), Shard(0), Shard(1), Replicate()
+            line, square = init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (2, 2))
+            pairs = [DeviceMesh("cpu", [0, 1]), DeviceMesh("cpu", [2, 3])]
+            x = {
+                n: torch.from_numpy(np.random.default_rng(len(n)).random(shape, np.float32))
+                for n, shape in {"w": (37, 22), "wide": (5, 64), "small": (3, 3)}.items()
+            }
+            layouts = {
+                "rows": (line, [rows]), "columns": (line, [columns]), "plain": None,
+                "both": (square, [rows, columns]), "turned": (square, [columns, rows]),
+                "twice": (square, [rows, rows]), "copies": (square, [copies, columns]),
+                "half": (pairs[rank // 2], [rows]),
+            }
+
+            def tree(layout, make):
+                if layout is None:
+                    return {n: make(full, None, None) for n, full in x.items()}
+                mesh, placements = layout
+                return {n: make(full, mesh, placements) for n, full in x.items()}
+
+            def new(full, mesh, placements):
+                if mesh is None:
+                    return torch.zeros(full.shape)
+                return empty(*full.shape, device_mesh=mesh, placements=placements)
+
+            assign = collective_read.assign
+            told = {}
+            for saved in ("rows", "both", "twice", "copies"):
+                mesh, placements = layouts[saved]
+                state = {n: distribute_tensor(full, mesh, placements) for n, full in x.items()}
+                options = unickpt.SaveOptions(chunk_bytes=400, fsync=False)
+                unickpt.save(f"{sys.argv[1]}/{saved}", state, options=options)
+                for name, layout in layouts.items():
+                    said = []
+                    collective_read.assign = lambda *a: said.append(1) or assign(*a)
+                    for budget in (1 << 30, 20_000):
+                        options = unickpt.LoadOptions(exchange=True, budget_bytes=budget)
+                        like = tree(layout, new)
+                        with chunks_read() as seen:
+                            unickpt.load(f"{sys.argv[1]}/{saved}", like, options=options)
+                        for n, full in x.items():
+                            got = like[n] if layout is None else like[n].full_tensor()
+                            assert torch.equal(got, full), (saved, name, n)
+                        key = f"{saved} {name} {budget}"
+                        told[key] = [sum(chunk.nbytes for chunk in seen), len(said)]
+            print(json.dumps(told))
+            dist.destroy_process_group()
+        """),
+        tmp_path,
+    )
+    outs = processes.finish(jobs)
+    told = [json.loads(out.splitlines()[-1]) for out in outs]
+    nbytes = 4 * (37 * 22 + 5 * 64 + 3 * 3)
+    for key in told[0]:
+        assert sum(of_rank[key][0] for of_rank in told) == nbytes, key
+        # Two meshes that hold the same arrays: to read them once, they say what they need.
+        assert all(bool(of_rank[key][1]) == (" half " in key) for of_rank in told), key
 
 
 def test_jax_in_two_processes(stored: Path, processes: Processes) -> None:

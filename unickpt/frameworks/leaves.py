@@ -30,6 +30,7 @@ from unickpt.quoting import quoted
 from unickpt.trees import tree, tree_json
 
 if TYPE_CHECKING:
+    from unickpt.arrays.layout import Layout
     from unickpt.arrays.memory_region import MemoryRegion
     from unickpt.frameworks.grown_state import MakeArray
 
@@ -433,6 +434,7 @@ class LocalTarget:
     abstract = False
     processes = 1
     prng: str | None = None
+    layout: Layout | None = None
 
     def __init__(self, marked: LocalFragments) -> None:
         self.marked, self.shape = marked, marked.shape

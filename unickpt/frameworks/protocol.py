@@ -149,7 +149,9 @@ class ArrayTarget(Protocol):
     `prng` is the implementation of a typed PRNG key. `processes` says over how many processes the
     leaf is distributed, replicas included: if one of them loads it, all others probably do.
     `span` are the addresses (begin, end) between which the memory lies that loading fills, and
-    `regions` returns that of each box; None and none if loading allocates new memory.
+    `regions` returns that of each box; None and none if loading allocates new memory. `layout` says
+    how the processes of the framework's job hold the leaf; None if each holds it whole, or if no
+    layout describes it.
     """
 
     shape: tuple[int, ...]
@@ -159,6 +161,9 @@ class ArrayTarget(Protocol):
     identity: Hashable
     abstract: bool
     prng: str | None
+
+    @property
+    def layout(self) -> Layout | None: ...
 
     @property
     def span(self) -> tuple[int, int] | None: ...

@@ -1,11 +1,13 @@
 """Collective reading: the processes of a job read each chunk once, and exchange it.
 
-Every process sends the others the boxes of stored arrays that it needs, and then, in rounds, those
-of the chunks that it has read (`shared_read`).
+Which process reads and sends what follows from the layouts (`layout_schedule`), if all processes
+describe an array alike (`demands`); of other arrays they first send each other the boxes that they
+need. Then they exchange, in rounds, boxes of the chunks that they have read (`shared_read`).
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import cached_property
@@ -25,11 +27,14 @@ from unickpt.errors import (
     ProcessFailed,
     SaveTimeout,
 )
+from unickpt.format.index import ArrayEntry
 from unickpt.format.reader import Reader
 from unickpt.frameworks.members import named
 from unickpt.frameworks.process_group import Group, all_gather_bytes, members_of
 from unickpt.progress import ProgressFunction, nothing, reporting
 from unickpt.reading.array_reader import Filled, Job, LoadCounts, ReadArrays
+from unickpt.reading.demands import Demands, Description
+from unickpt.reading.layout_schedule import ArrayPlan, JobPlan, LayoutPlan, WantedPlan
 from unickpt.reading.options import LoadOptions
 from unickpt.reading.shared_read import (
     Exchange,
@@ -37,17 +42,22 @@ from unickpt.reading.shared_read import (
     SharedRead,
     Waiting,
     Wants,
-    schedule,
+    assign,
     wants_of,
 )
 
 _LOADING = "loading"
-_ALIGN = 16  # bytes, also of a message's header, whose first byte is the status
-_SECONDS = np.arange(8, 16)  # and whose last ones say how long the step before took
+_ALIGN = 16  # bytes
+# A message starts with four words: the status, the seconds of the step before, the end of a later
+# round, and nothing.
+_HEADER = 32  # bytes
+_HEADER_BYTES = np.arange(_HEADER)
 _IN_FLIGHT = 4  # buffers in the budget: for two rounds, what is sent and what is received
 
-_Report = tuple[Wants, str, int]  # a process's needs, the checkpoint it opened, its budget
-_MESSAGE = msgspec.json.Decoder(tuple[tuple[str, str] | None, _Report | None, float])
+# A failure; what a process reports; how long the step before took it.
+_MESSAGE = msgspec.json.Decoder(tuple[tuple[str, str] | None, msgspec.Raw, float])
+_OPENED = msgspec.json.Decoder(tuple[str, Description])  # the checkpoint, and the needs
+_WANTS = msgspec.json.Decoder(Wants)
 
 # A caller may recover from these with a newer or older checkpoint or a copy; then all must.
 _SAME: Mapping[str, type[Exception]] = {
@@ -85,7 +95,7 @@ class _Messages:
     """The messages to or from each process in a round: a header, then boxes."""
 
     def __init__(self, count: int) -> None:
-        self.sizes = [_ALIGN] * count
+        self.sizes = [_HEADER] * count
         self._boxes: dict[tuple[str, int], list[tuple[Box, int, int]]] = {}
 
     def add(self, chunk: SharedChunk, box: Box, process: int) -> None:
@@ -131,36 +141,21 @@ class _RoundOfMessages:
         return chunk.owner != self._job.index
 
     def exchange(self, error: Exception | None) -> None:
-        sent, received, waiting = self._sent, self._received, self._job.waiting
-        self._outbox[sent.starts] = error is not None
-        self._outbox[np.add.outer(sent.starts, _SECONDS)] = _as_bytes(waiting.last_s)
+        job, sent, received, waiting = self._job, self._sent, self._received, self._job.waiting
+        header = np.array([error is not None, 0, job.propose_end(), 0], np.int64)
+        header[1:2].view(np.float64)[:] = waiting.last_s
+        self._outbox[np.add.outer(sent.starts, _HEADER_BYTES)] = header.view(np.uint8)
         with _reaching(), waiting.step():
-            self._inbox = self._job.group.exchange(self._outbox, sent.sizes, received.sizes)
-        waiting.learn(_as_seconds(self._inbox[np.add.outer(received.starts, _SECONDS)]))
-        if error is not None or self._inbox[received.starts].any():
-            self._job.gather_reports(error)
+            self._inbox = job.group.exchange(self._outbox, sent.sizes, received.sizes)
+        headers = self._inbox[np.add.outer(received.starts, _HEADER_BYTES)].view(np.int64)
+        failed, seconds, ends, _ = headers.T
+        waiting.learn(seconds.copy().view(np.float64).tolist())
+        if error is not None or failed.any():
+            job.gather_reports(error)
+        job.end_round(int(ends.min()))
 
     def received(self, chunk: SharedChunk) -> Sequence[tuple[Box, Array]]:
         return self._received.views(self._inbox, chunk)
-
-
-def _as_bytes(seconds: float) -> Array:
-    return np.array([seconds], np.float64).view(np.uint8)
-
-
-def _as_seconds(data: Array) -> list[float]:
-    seconds: list[float] = data.view(np.float64).ravel().tolist()
-    return seconds
-
-
-def _moved_bytes(chunk: SharedChunk) -> Mapping[int, int]:
-    """The bytes of a chunk that each process sends or receives."""
-    itemsize, boxes_by_process = chunk.entry.itemsize, chunk.wanted_boxes.items()
-    moved = {
-        process: itemsize * sum(box.size for box in boxes) for process, boxes in boxes_by_process
-    }
-    moved[chunk.owner] = sum(moved.values())
-    return moved
 
 
 class _JobRead:
@@ -174,6 +169,8 @@ class _JobRead:
         self._counts, self.waiting = counts, Waiting(counts, group.index)
         self._has_reported = False
         self.progress: ProgressFunction = nothing
+        self._ends = deque[int]()  # of rounds that have not begun
+        self._last_end = 0
 
     def fail(self, error: Exception) -> None:
         """Notifies the others of an error, if they still wait for this process's needs."""
@@ -189,19 +186,60 @@ class _JobRead:
         """
         done: dict[str, Any] = {}
         work = SharedRead(stored, jobs, self._options, Filled(jobs, self.progress, self._counts))
+        entries = stored.index.arrays
+        demands = Demands(jobs, self.group)
         opened = f"{stored.index.attempt} {stored.index.created} {stored.under}"
+        description = demands.description()
         self._has_reported = True
-        reports = self.gather_reports(None, (wants_of(jobs), opened, self._options.working_bytes))
-        if len({identity for _, identity, _ in reports}) > 1:
+        reports = list(map(_OPENED.decode, self.gather_reports(None, (opened, description))))
+        if len({identity for identity, _ in reports}) > 1:
             raise CheckpointReplaced(
                 "the processes opened different checkpoints, because a save replaced the one at "
                 "this path, or different parts (`under`) of one; load again"
             )
-        wants = [theirs for theirs, _, _ in reports]
-        budget = max(1, min(working for _, _, working in reports) // _IN_FLIGHT)
-        rounds = schedule(stored.index.arrays.values(), wants, _moved_bytes, budget)
-        work.read(rounds, self, done)
+        wanted: dict[str, list[SharedChunk]] = {}
+        if demands.settle([theirs for _, theirs in reports]):
+            wants = {n: boxes for n, boxes in wants_of(jobs).items() if demands.of(n) is None}
+            all_wants = list(map(_WANTS.decode, self.gather_reports(None, wants)))
+            names = set[str]().union(*all_wants)
+            used = [entry for name, entry in entries.items() if name in names]
+            for chunk in assign(used, all_wants):
+                if self.index in chunk.wanted_boxes:
+                    wanted.setdefault(chunk.entry.name, []).append(chunk)
+
+        def plan(entry: ArrayEntry, first: int) -> ArrayPlan | None:
+            of_layouts = demands.of(entry.name)
+            if of_layouts is not None:
+                return LayoutPlan(entry, of_layouts, self.index, first)
+            chunks = wanted.get(entry.name)
+            return None if chunks is None else WantedPlan(chunks, self.index)
+
+        budget = max(1, self._options.working_bytes // _IN_FLIGHT)
+        self._plan = JobPlan(entries.values(), plan, budget)
+        work.read(self._rounds(), self._plan.counts, self, done)
         return done
+
+    def _rounds(self) -> Iterator[Sequence[SharedChunk]]:
+        """The chunks of this process in each round. When a round begins, its end is known from the
+        exchange two rounds before it; of the first two, from exchanges of headers alone."""
+        start = 0
+        while start < self._plan.end:
+            if not self._ends:
+                _RoundOfMessages(self, ()).exchange(None)
+            stop = self._ends.popleft()
+            yield self._plan.chunks(start, stop)
+            start = stop
+
+    def propose_end(self) -> int:
+        """Where the next round can end whose end is not known yet, by the memory of this
+        process."""
+        return self._plan.round_end(self._last_end)
+
+    def end_round(self, end: int) -> None:
+        """Takes the end of the next round that all processes agree on."""
+        if self._last_end < self._plan.end:
+            self._ends.append(end)
+            self._last_end = end
 
     def begin(self, number: int, chunks: Sequence[SharedChunk]) -> Exchange:
         return _RoundOfMessages(self, chunks)
@@ -209,9 +247,7 @@ class _JobRead:
     def end(self, error: Exception | None) -> None:
         self.gather_reports(error)
 
-    def gather_reports(
-        self, error: Exception | None, report: _Report | None = None
-    ) -> list[_Report]:
+    def gather_reports(self, error: Exception | None, report: Any = None) -> list[msgspec.Raw]:
         """The reports of all processes; if any failed, raises the error of the first one.
 
         Called by all processes at the same point.
@@ -232,7 +268,7 @@ class _JobRead:
             made = _SAME.get(kind, ProcessFailed)
             who = named(members_of(self.group), [process])
             raise made(f"{who} failed: {kind}: {text}") from error
-        return [theirs for _, theirs, _ in every if theirs is not None]
+        return [theirs for _, theirs, _ in every]
 
 
 @contextmanager

@@ -25,7 +25,7 @@ from unickpt.format import chunk_grid
 from unickpt.format.chunk_grid import Part
 from unickpt.format.index import ArrayEntry
 from unickpt.reading.recipes import ElementSource, Unchanged
-from unickpt.reading.shared_read import SharedChunk
+from unickpt.reading.shared_read import SharedChunk, moved_bytes
 
 Numbers = np.ndarray[Any, np.dtype[np.int64]]
 
@@ -216,7 +216,7 @@ class Demand:
         """The non-empty pieces that a process holds, along each dimension of the requested array;
         in the order in which boxes are sent."""
         mesh, held = self.layout.mesh, set[tuple[int, ...]]()
-        for device in _devices(mesh, process):
+        for device in devices_of(mesh, process):
             coordinate = dict(zip(mesh.axes, _unravel(device, mesh.shape), strict=True))
             along = zip(self.pieces, self.layout.dims, strict=True)
             held.add(tuple(p.position([coordinate[axis] for axis in axes]) for p, axes in along))
@@ -270,7 +270,7 @@ def _replicas(mesh: Mesh, used: frozenset[str]) -> Numbers:
 
 
 @lru_cache(maxsize=256)
-def _devices(mesh: Mesh, process: int) -> list[int]:
+def devices_of(mesh: Mesh, process: int) -> list[int]:
     """The numbers of a process's devices in the mesh."""
     devices: list[int] = np.flatnonzero(mesh.grid.ravel() == process).tolist()
     return devices
@@ -595,6 +595,23 @@ def _spread(numbers: Numbers, counts: Numbers) -> Numbers:
     of low discrepancy, which is in step with no layout."""
     high = (numbers.astype(np.uint64) * _GOLDEN) >> _HALF
     return ((high * counts.astype(np.uint64)) >> _HALF).astype(np.int64)
+
+
+class WantedPlan:
+    """An `ArrayPlan` from the needs of all processes.
+
+    Arguments:
+        chunks: of the array that this process reads or receives, ascending.
+        process: the index of this process.
+    """
+
+    def __init__(self, chunks: Sequence[SharedChunk], process: int) -> None:
+        self._chunks, self.rows = chunks, np.array([chunk.row for chunk in chunks], np.int64)
+        moved = [moved_bytes(chunk)[process] for chunk in chunks]
+        self.held_sums = np.cumsum(moved, dtype=np.int64)
+
+    def chunk(self, position: int) -> SharedChunk:
+        return self._chunks[position]
 
 
 PlanT = TypeVar("PlanT", bound=ArrayPlan)

@@ -19,6 +19,7 @@ import hashlib
 import logging
 import struct
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -161,7 +162,10 @@ class _NodeRead:
         if set(met.gather(planned)) != {planned}:
             raise RendezvousEnded("they planned differently")
         work = SharedRead(stored, jobs, options, self.filled)
-        work.read(rounds, SharedMemory(met, rounds, waiting), self.done)
+        needed = Counter(
+            c.entry.name for chunks in rounds for c in chunks if met.index in c.wanted_boxes
+        )
+        work.read(rounds, needed, SharedMemory(met, rounds, waiting), self.done)
 
 
 def _is_slow(stored: Reader) -> bool:

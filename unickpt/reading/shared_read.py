@@ -83,15 +83,42 @@ def wanted_chunks(
             yield part, number, first + number, boxes_by_chunk[number]
 
 
+def moved_bytes(chunk: SharedChunk) -> Mapping[int, int]:
+    """The bytes of a chunk that each process sends or receives."""
+    itemsize, boxes_by_process = chunk.entry.itemsize, chunk.wanted_boxes.items()
+    moved = {
+        process: itemsize * sum(box.size for box in boxes) for process, boxes in boxes_by_process
+    }
+    moved[chunk.owner] = sum(moved.values())
+    return moved
+
+
+def assign(entries: Iterable[ArrayEntry], wants: Sequence[Wants]) -> Iterator[SharedChunk]:
+    """All chunks that any process needs; all processes get the same.
+
+    A chunk is read by a process that needs it, the one with the least to read so far.
+
+    Arguments:
+        entries: the stored arrays.
+        wants: the boxes that each process needs.
+    """
+    read = [0] * len(wants)
+    for entry in entries:
+        for part, number, row, boxes_by_process in wanted_chunks(entry, wants):
+            owner = min(boxes_by_process, key=lambda process: (read[process], process))
+            chunk_box = part.chunk_box(number)
+            chunk = SharedChunk(entry, part, number, row, chunk_box, owner, boxes_by_process)
+            read[owner] += chunk.nbytes
+            yield chunk
+
+
 def schedule(
     entries: Iterable[ArrayEntry],
     wants: Sequence[Wants],
     held_for: Callable[[SharedChunk], Mapping[int, int]],
     most_bytes: int,
 ) -> list[list[SharedChunk]]:
-    """All chunks that any process needs, in rounds; all processes get the same.
-
-    A chunk is read by a process that needs it, the one with the least to read so far.
+    """As `assign`, in rounds.
 
     Arguments:
         entries: the stored arrays.
@@ -99,25 +126,17 @@ def schedule(
         held_for: the bytes of memory that processes need for a chunk until the end of its round.
         most_bytes: the memory of a process for a round, unless a single chunk needs more.
     """
-    read, round_bytes = [0] * len(wants), [0] * len(wants)
+    round_bytes = [0] * len(wants)
     rounds: list[list[SharedChunk]] = [[]]
-    for entry in entries:
-        for part, number, row, boxes_by_process in wanted_chunks(entry, wants):
-            owner = min(boxes_by_process, key=lambda process: (read[process], process))
-            chunk = SharedChunk(
-                entry, part, number, row, part.chunk_box(number), owner, boxes_by_process
-            )
-            read[owner] += chunk.nbytes
-            more = held_for(chunk)
-            full = max(round_bytes) > most_bytes  # by a chunk that is larger than that
-            if rounds[-1] and (
-                full or any(round_bytes[p] + n > most_bytes for p, n in more.items())
-            ):
-                rounds.append([])
-                round_bytes = [0] * len(wants)
-            rounds[-1].append(chunk)
-            for process, nbytes in more.items():
-                round_bytes[process] += nbytes
+    for chunk in assign(entries, wants):
+        more = held_for(chunk)
+        full = max(round_bytes) > most_bytes  # by a chunk that is larger than that
+        if rounds[-1] and (full or any(round_bytes[p] + n > most_bytes for p, n in more.items())):
+            rounds.append([])
+            round_bytes = [0] * len(wants)
+        rounds[-1].append(chunk)
+        for process, nbytes in more.items():
+            round_bytes[process] += nbytes
     return rounds if rounds[0] else []
 
 
@@ -240,17 +259,28 @@ class SharedRead:
         self._by_entry = {entry.name: f for f in self._fillings for entry in f.job.entries}
         self._error: Exception | None = None
 
-    def read(self, rounds: Rounds, transport: Transport, done: dict[str, Any]) -> None:
+    def read(
+        self,
+        rounds: Iterable[Sequence[SharedChunk]],
+        counts: Mapping[str, int],
+        transport: Transport,
+        done: dict[str, Any],
+    ) -> None:
         """Reads, and adds complete leaves to `done`.
+
+        Arguments:
+            rounds: as many on all processes, each with all chunks that this one reads or needs.
+            counts: the number of chunks of each stored array that this process needs.
+            transport: delivers them.
+            done: the leaves by name.
 
         Raises:
             Exception: as raised by the transport, if a process fails.
         """
         self._me, self._done = transport.index, done
-        for chunk in (chunk for chunks in rounds for chunk in chunks):
-            if self._me in chunk.wanted_boxes:
-                filling = self._by_entry[chunk.entry.name]
-                filling.left = filling.chunks = filling.chunks + 1
+        for name, count in counts.items():
+            filling = self._by_entry[name]
+            filling.left = filling.chunks = filling.chunks + count
         self._reader = ChunkReader(self._stored, sizes=self._counts.read_sizes)
         try:
             for filling in self._fillings:

@@ -15,6 +15,7 @@ from unickpt.format.index import ArrayEntry
 from unickpt.frameworks.protocol import ArrayTarget
 
 if TYPE_CHECKING:
+    from unickpt.arrays.layout import Layout
     from unickpt.arrays.memory_region import MemoryRegion
     from unickpt.reading.recipes import ElementSource
 
@@ -31,6 +32,7 @@ class NewTarget:
     abstract = False
     processes = 1
     prng: str | None = None
+    layout: Layout | None = None
     span: tuple[int, int] | None = None
 
     def __init__(self, entry: ArrayEntry, box: Box | None = None) -> None:
@@ -59,6 +61,7 @@ class NewMemory(NewTarget):
     def __init__(self, target: ArrayTarget) -> None:
         self.shape, self.dtype, self.boxes = target.shape, target.dtype, target.boxes
         self.abstract, self.processes, self.prng = target.abstract, target.processes, target.prng
+        self.layout = target.layout
 
     def buffer(self, position: int) -> Array:
         return np.empty(self.boxes[position].shape, self.dtype)
