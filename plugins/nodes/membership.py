@@ -107,8 +107,8 @@ def _union(listings: Sequence[Mapping[str, Mapping[str, Sequence[Any]]]]) -> dic
     for listing in listings:
         for step, by_attempt in listing.items():
             for attempt, names in by_attempt.items():
-                known = union.setdefault(step, {}).setdefault(attempt, [])
-                known += [name for name in names if name not in known]
+                union_names = union.setdefault(step, {}).setdefault(attempt, [])
+                union_names += [name for name in names if name not in union_names]
     return union
 
 

@@ -51,10 +51,10 @@ class _SumSegment:
     def add_piece(self, offset: int, piece: Bytes) -> None:
         """Adds some bytes of a file, those before them having been added."""
         stop = offset + len(piece)
-        known = min(max(self.filled, offset), stop)
+        summed = min(max(self.filled, offset), stop)
         for total in self.sums:
-            np.bitwise_xor(total[offset:known], piece[: known - offset], out=total[offset:known])
-            total[known:stop] = piece[known - offset :]
+            np.bitwise_xor(total[offset:summed], piece[: summed - offset], out=total[offset:summed])
+            total[summed:stop] = piece[summed - offset :]
         self.filled = max(self.filled, stop)
 
     def part(self, number: int, nbytes: int) -> Bytes:

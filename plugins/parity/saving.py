@@ -130,7 +130,7 @@ class _OpenGroup:
             return self.added
 
 
-class _View:
+class _ParityView:
     """Adds a file to a group: to a single sum while it is written, as its bytes are in the CPU's
     cache; to two sums afterwards, since these need the files in an order.
 
@@ -186,7 +186,7 @@ class ParityWriter:
 
     def begin(self) -> FileView:
         """Adds a data file."""
-        return _View(self)
+        return _ParityView(self)
 
     def join(self) -> _OpenGroup:
         """The group of a file."""

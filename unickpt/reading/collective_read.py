@@ -33,7 +33,7 @@ from unickpt.frameworks.members import named
 from unickpt.frameworks.process_group import Group, all_gather_bytes, members_of
 from unickpt.progress import ProgressFunction, nothing, reporting
 from unickpt.reading.array_reader import Filled, Job, LoadCounts, ReadArrays
-from unickpt.reading.demands import Demands, Description
+from unickpt.reading.demands import DemandDescription, Demands
 from unickpt.reading.layout_schedule import ArrayPlan, JobPlan, LayoutPlan, WantedPlan
 from unickpt.reading.options import LoadOptions
 from unickpt.reading.shared_read import (
@@ -56,7 +56,7 @@ _IN_FLIGHT = 4  # buffers in the budget: for two rounds, what is sent and what i
 
 # A failure; what a process reports; how long the step before took it.
 _MESSAGE = msgspec.json.Decoder(tuple[tuple[str, str] | None, msgspec.Raw, float])
-_OPENED = msgspec.json.Decoder(tuple[str, Description])  # the checkpoint, and the needs
+_OPENED = msgspec.json.Decoder(tuple[str, DemandDescription])  # the checkpoint, and the needs
 _WANTS = msgspec.json.Decoder(Wants)
 
 # A caller may recover from these with a newer or older checkpoint or a copy; then all must.
@@ -197,21 +197,21 @@ class _JobRead:
                 "the processes opened different checkpoints, because a save replaced the one at "
                 "this path, or different parts (`under`) of one; load again"
             )
-        wanted: dict[str, list[SharedChunk]] = {}
+        chunks_by_array: dict[str, list[SharedChunk]] = {}
         if demands.settle([theirs for _, theirs in reports]):
-            wants = {n: boxes for n, boxes in wants_of(jobs).items() if demands.of(n) is None}
+            wants = {n: boxes for n, boxes in wants_of(jobs).items() if not demands.demands_for(n)}
             all_wants = list(map(_WANTS.decode, self.gather_reports(None, wants)))
             names = set[str]().union(*all_wants)
             used = [entry for name, entry in entries.items() if name in names]
             for chunk in assign(used, all_wants):
                 if self.index in chunk.wanted_boxes:
-                    wanted.setdefault(chunk.entry.name, []).append(chunk)
+                    chunks_by_array.setdefault(chunk.entry.name, []).append(chunk)
 
         def plan(entry: ArrayEntry, first: int) -> ArrayPlan | None:
-            of_layouts = demands.of(entry.name)
+            of_layouts = demands.demands_for(entry.name)
             if of_layouts is not None:
                 return LayoutPlan(entry, of_layouts, self.index, first)
-            chunks = wanted.get(entry.name)
+            chunks = chunks_by_array.get(entry.name)
             return None if chunks is None else WantedPlan(chunks, self.index)
 
         budget = max(1, self._options.working_bytes // _IN_FLIGHT)

@@ -39,16 +39,16 @@ class MeshDescription(msgspec.Struct, array_like=True):
     names: list[int] = []
 
 
-class Description(msgspec.Struct, array_like=True):
+class DemandDescription(msgspec.Struct, array_like=True):
     """The arrays that a process needs.
 
     Arguments:
         meshes: those that layouts describe.
-        others: hashes of the names of all others.
+        undescribed: hashes of the names of all others.
     """
 
     meshes: list[MeshDescription] = []
-    others: list[int] = []
+    undescribed: list[int] = []
 
 
 class Demands:
@@ -62,7 +62,7 @@ class Demands:
     def __init__(self, jobs: Iterable[Job], group: Group) -> None:
         self._index = group.index
         texts: dict[str, dict[str, Demand]] = {}
-        others: set[str] = set()
+        undescribed: set[str] = set()
         for job in jobs:
             recipes = job.recipes
             for name, target in job.targets.items():
@@ -75,7 +75,7 @@ class Demands:
                     if layout is not None:
                         demand = Demand.from_source(source, layout, target.shape)
                     if demand is None:
-                        others.add(source.entry.name)
+                        undescribed.add(source.entry.name)
                     else:
                         texts.setdefault(source.entry.name, {})[_text(demand)] = demand
         self._meshes: dict[str, _Processes] = {}
@@ -83,12 +83,12 @@ class Demands:
         for name, demands in texts.items():
             meshes = {_processes(demand.layout.mesh) for demand in demands.values()}
             if len(meshes) > 1:
-                others.add(name)
-            elif name not in others:
+                undescribed.add(name)
+            elif name not in undescribed:
                 (self._meshes[name],) = meshes
-        self._texts, self._others = texts, others
+        self._texts, self._others = texts, undescribed
 
-    def of(self, name: str) -> list[Demand] | None:
+    def demands_for(self, name: str) -> list[Demand] | None:
         """The demands for a stored array, in the same order on all processes; None if none are
         known."""
         if name not in self._meshes:
@@ -96,7 +96,7 @@ class Demands:
         demands = self._texts[name]
         return [demands[text] for text in sorted(demands)]
 
-    def description(self) -> Description:
+    def description(self) -> DemandDescription:
         """The description to compare with those of the other processes."""
         names: dict[_Processes, list[str]] = {}
         for name, processes in self._meshes.items():
@@ -107,9 +107,9 @@ class Demands:
             hashes = [*map(_hash, arrays)] if processes.first == self._index else []
             digest = _digest("\n\n".join(lines).encode())
             meshes.append(MeshDescription(processes.digest, processes.number, digest, hashes))
-        return Description(meshes, sorted(map(_hash, self._others)))
+        return DemandDescription(meshes, sorted(map(_hash, self._others)))
 
-    def settle(self, every: Sequence[Description]) -> bool:
+    def settle(self, every: Sequence[DemandDescription]) -> bool:
         """Forgets the arrays that not all processes describe alike.
 
         Arguments:
@@ -123,11 +123,13 @@ class Demands:
             for mesh in description.meshes:
                 seen.setdefault(mesh.processes, []).append((mesh.count, mesh.demands))
         torn = {
-            mesh for mesh, found in seen.items() if len(found) != found[0][0] or len({*found}) > 1
+            mesh
+            for mesh, reports in seen.items()
+            if len(reports) != reports[0][0] or len({*reports}) > 1
         }
         disputed, holders = set[int](), dict[int, str]()
         for description in every:
-            disputed.update(description.others)
+            disputed.update(description.undescribed)
             for mesh in description.meshes:
                 for name in mesh.names:
                     holder = holders.setdefault(name, mesh.processes)

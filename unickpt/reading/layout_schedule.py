@@ -68,9 +68,9 @@ class _Pieces:
         if sizes and n:
             self._stride = strides[0]
             self._step = -(-n // sizes[0])
-            self._blocks, rest = divmod(n, self._step)
+            self._blocks, remainder = divmod(n, self._step)
             self._block = _pieces(self._step, sizes[1:], strides[1:])
-            self._last = _pieces(rest, sizes[1:], strides[1:])
+            self._last = _pieces(remainder, sizes[1:], strides[1:])
             self.count = self._blocks * self._block.count + self._last.count
 
     def position(self, coordinates: Sequence[int]) -> int:
@@ -83,14 +83,14 @@ class _Pieces:
         inner = -1 if outer > self._blocks else block.position(coordinates[1:])
         return -1 if inner < 0 else outer * self._block.count + inner
 
-    def at(self, index: Numbers) -> Numbers:
+    def pieces_at(self, index: Numbers) -> Numbers:
         """The numbers of the pieces at some indices of the dimension."""
         if self._block is None:
             return np.zeros_like(index)
         if self._block.count == 1:
             return index // self._step
         outer, inner = np.divmod(index, self._step)
-        return outer * self._block.count + self._nested(outer, inner, _Pieces.at)
+        return outer * self._block.count + self._nested(outer, inner, _Pieces.pieces_at)
 
     def start(self, piece: Numbers) -> Numbers:
         """Where some pieces begin."""
@@ -124,10 +124,10 @@ class _Pieces:
         outer, inner = self._divided(piece, self._block.count)
         return outer * self._stride + self._nested(outer, inner, _Pieces.device)
 
-    def _divided(self, piece: Numbers, each: int) -> tuple[Numbers, Numbers]:
+    def _divided(self, piece: Numbers, per_block: int) -> tuple[Numbers, Numbers]:
         """The blocks of some pieces, and their numbers in these."""
-        outer = np.minimum(piece // each, self._blocks)
-        return outer, piece - outer * each
+        outer = np.minimum(piece // per_block, self._blocks)
+        return outer, piece - outer * per_block
 
     def _nested(
         self, outer: Numbers, inner: Numbers, function: Callable[[_Pieces, Numbers], Numbers]
@@ -210,36 +210,38 @@ class Demand:
     @cached_property
     def fixed_pieces(self) -> list[tuple[int, int]]:
         """The fixed dimensions, each with its piece."""
-        return [(dim, int(self.pieces[dim].at(np.array(index)))) for dim, index in self.fixed]
+        return [
+            (dim, int(self.pieces[dim].pieces_at(np.array(index)))) for dim, index in self.fixed
+        ]
 
     def held_by(self, process: int) -> list[tuple[int, ...]]:
         """The non-empty pieces that a process holds, along each dimension of the requested array;
         in the order in which boxes are sent."""
-        mesh, held = self.layout.mesh, set[tuple[int, ...]]()
+        mesh, places = self.layout.mesh, set[tuple[int, ...]]()
         for device in devices_of(mesh, process):
             coordinate = dict(zip(mesh.axes, _unravel(device, mesh.shape), strict=True))
             along = zip(self.pieces, self.layout.dims, strict=True)
-            held.add(tuple(p.position([coordinate[axis] for axis in axes]) for p, axes in along))
+            places.add(tuple(p.position([coordinate[axis] for axis in axes]) for p, axes in along))
         dims = [m.target for m in self.maps if m.target >= 0]
-        return sorted((h for h in held if -1 not in h), key=lambda h: [h[dim] for dim in dims])
+        return sorted((h for h in places if -1 not in h), key=lambda h: [h[dim] for dim in dims])
 
     def boxes_of(self, process: int) -> set[Box]:
         """The boxes of the requested array that a process holds."""
         boxes = set[Box]()
-        for held in self.held_by(process):
-            ends = [p.ends(n) for p, n in zip(self.pieces, held, strict=True)]
+        for place in self.held_by(process):
+            ends = [p.ends(n) for p, n in zip(self.pieces, place, strict=True)]
             boxes.add(Box(tuple(start for start, _ in ends), tuple(stop for _, stop in ends)))
         return boxes
 
-    def stored_box(self, held: Sequence[int]) -> Box | None:
+    def stored_box(self, place: Sequence[int]) -> Box | None:
         """The box of the stored array that a piece needs; None if it needs none."""
-        if any(held[dim] != piece for dim, piece in self.fixed_pieces):
+        if any(place[dim] != piece for dim, piece in self.fixed_pieces):
             return None
         starts, stops = list[int](), list[int]()
         for mapped in self.maps:
             start, stop = mapped.start, mapped.stop
             if mapped.target >= 0:
-                begin, end = self.pieces[mapped.target].ends(held[mapped.target])
+                begin, end = self.pieces[mapped.target].ends(place[mapped.target])
                 start, stop = max(start, begin + mapped.shift), min(stop, end + mapped.shift)
             starts.append(start)
             stops.append(stop)
@@ -255,8 +257,8 @@ def _line(dim: Dim, extents: Sequence[int]) -> tuple[int, int] | None:
     steps = [(axis, step) for axis, step in index.steps if extents[axis] != 1]
     if not steps:
         return index.constant, -1
-    (axis, step), *others = steps
-    return None if others or step != 1 else (index.constant, axis)
+    (axis, step), *more_steps = steps
+    return None if more_steps or step != 1 else (index.constant, axis)
 
 
 @lru_cache(maxsize=64)
@@ -330,8 +332,8 @@ class _Crossing:
             first, last = np.zeros_like(start), np.zeros_like(start)
             if mapped.target >= 0:
                 pieces = demand.pieces[mapped.target]
-                first = pieces.at(start - mapped.shift)
-                last = pieces.at(np.maximum(stop - 1, start) - mapped.shift)
+                first = pieces.pieces_at(start - mapped.shift)
+                last = pieces.pieces_at(np.maximum(stop - 1, start) - mapped.shift)
             self._start.append(start)
             self._stop.append(stop)
             self._first.append(first)
@@ -343,17 +345,17 @@ class _Crossing:
         unravelled = np.unravel_index(numbers, grid) if grid else ()
         return [index - low for index, low in zip(unravelled, self._lows, strict=True)]
 
-    def needed_by(self, held: Sequence[int]) -> tuple[Numbers, Numbers]:
+    def needed_by(self, place: Sequence[int]) -> tuple[Numbers, Numbers]:
         """The numbers of the chunks that meet a piece, and how many elements of each it needs.
 
         Arguments:
-            held: the piece, as from `Demand.held_by`.
+            place: the piece, as from `Demand.held_by`.
         """
         numbers, sizes = np.zeros(1, np.int64), np.ones(1, np.int64)
-        if self._demand.stored_box(held) is None:
+        if self._demand.stored_box(place) is None:
             return numbers[:0], sizes[:0]
         for dim, stride in enumerate(_strides(self._part.grid)):
-            first, piece = self._first[dim], self._piece(dim, held)
+            first, piece = self._first[dim], self._piece(dim, place)
             indices = np.flatnonzero((first <= piece) & (piece < first + self._count[dim]))
             start, stop = self._ends(dim, indices, piece)
             numbers = np.add.outer(numbers, (self._lows[dim] + indices) * stride).ravel()
@@ -419,9 +421,9 @@ class _Crossing:
             start[:, dim], stop[:, dim] = ends[dim][0][along], ends[dim][1][along]
         return Receivers(processes, start, stop)
 
-    def _piece(self, dim: int, held: Sequence[int]) -> int:
+    def _piece(self, dim: int, place: Sequence[int]) -> int:
         target = self._demand.maps[dim].target
-        return held[target] if target >= 0 else 0
+        return place[target] if target >= 0 else 0
 
     def _ends(self, dim: int, index: Any, piece: Any) -> tuple[Any, Any]:
         """Where the elements begin and end that a piece needs of a chunk, along a dimension."""
@@ -478,11 +480,11 @@ class LayoutPlan:
         self._boxes = list[Box]()  # that this process needs, in the order in which they are sent
         pieces = list[tuple[int, tuple[int, ...]]]()
         for which, demand in enumerate(demands):
-            for held in demand.held_by(process):
-                box = demand.stored_box(held)
+            for place in demand.held_by(process):
+                box = demand.stored_box(place)
                 if box is not None:
                     self._boxes.append(box)
-                    pieces.append((which, held))
+                    pieces.append((which, place))
         self._parts, self._begins = list[_PlannedPart](), [0]
         rows, sizes = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
         for first, part in chunk_grid.numbered_parts(entry) if pieces else ():
@@ -492,7 +494,9 @@ class LayoutPlan:
             ends = map(_grid_range, *_bounding(common), part.box.start, part.chunk)
             ranges = [range(low, high) for low, high in ends]
             crossings = [_Crossing(part, demand, ranges) for demand in demands]
-            numbers, counts = _joined([crossings[which].needed_by(held) for which, held in pieces])
+            numbers, counts = _joined(
+                [crossings[which].needed_by(place) for which, place in pieces]
+            )
             self._parts.append(_PlannedPart(first, part, crossings))
             self._begins.append(self._begins[-1] + len(numbers))
             rows.append(first + numbers)
@@ -514,9 +518,9 @@ class LayoutPlan:
                 if len(crossings) == 1:
                     readers[begin:end] = crossing.process_at(indices, which)
                     break
-                here = np.flatnonzero((which >= 0) & (which < count))
-                chosen = crossing.process_at([index[here] for index in indices], which[here])
-                readers[begin + here] = chosen
+                matches = np.flatnonzero((which >= 0) & (which < count))
+                chosen = crossing.process_at([index[matches] for index in indices], which[matches])
+                readers[begin + matches] = chosen
                 which = which - count
         return readers, sent
 
@@ -548,13 +552,13 @@ class LayoutPlan:
         first, part, _ = self._part_of(position)
         row, reader = int(self.rows[position]), int(self.readers[position])
         chunk_box = part.chunk_box(row - first)
-        wanted: Mapping[int, Sequence[Box]]
+        boxes_by_process: Mapping[int, Sequence[Box]]
         if reader == self._process:
-            wanted = self.receivers(position).boxes
+            boxes_by_process = self.receivers(position).boxes
         else:
             boxes = map(chunk_box.intersect, self._boxes)
-            wanted = {self._process: [box for box in boxes if box is not None]}
-        return SharedChunk(self.entry, part, row - first, row, chunk_box, reader, wanted)
+            boxes_by_process = {self._process: [box for box in boxes if box is not None]}
+        return SharedChunk(self.entry, part, row - first, row, chunk_box, reader, boxes_by_process)
 
     def _part_of(self, position: int) -> _PlannedPart:
         return self._parts[bisect_right(self._begins, position) - 1]
@@ -654,16 +658,16 @@ class JobPlan(Generic[PlanT]):
 
     def round_end(self, start: int) -> int:
         """The latest place at which a round can end that starts at a place."""
-        held = 0
+        planned_bytes = 0
         for first, array_plan in self._plans_from(start):
             rows, sums = array_plan.rows, array_plan.held_sums
             begin = int(np.searchsorted(rows, start - first))
             before = int(sums[begin - 1]) if begin else 0
-            fit = int(np.searchsorted(sums, before + self._most_bytes - held, "right"))
+            fit = int(np.searchsorted(sums, before + self._most_bytes - planned_bytes, "right"))
             if fit < len(rows):
-                alone = not held and fit == begin  # this chunk may be larger
+                alone = not planned_bytes and fit == begin  # this chunk may be larger
                 return first + int(rows[fit]) + alone
-            held += int(sums[-1]) - before
+            planned_bytes += int(sums[-1]) - before
         return self.end
 
     def chunks(self, start: int, stop: int) -> list[SharedChunk]:
