@@ -250,7 +250,7 @@ if _CHECKING:
     from unickpt.runs.orphans import find as find_orphans
     from unickpt.runs.removal import barrier, on_process_0
     from unickpt.runs.retention import Retention
-    from unickpt.runs.step_folder import StepFolder, bytes_on_disk
+    from unickpt.runs.step_folder import StepFolder, bytes_on_disk, step_before
     from unickpt.runs.tier_copies import IN_ROOT, Tier
     from unickpt.runs.tier_copies import Copying as TierCopying
     from unickpt.storage import local_folders
@@ -261,6 +261,7 @@ if _CHECKING:
     from unickpt.tools.conversion import leaves_of as leaves_of_view
     from unickpt.tools.copying import copy_files
     from unickpt.tools.difference import ComparedViews
+    from unickpt.tools.partial_copies import PartialCopy, leaving_out, lost_boxes, replace_in_place
     from unickpt.tools.slab_reads import Buffered, check_rest, read_boxes
     from unickpt.tools.slab_reads import Slabs as SlabReads
     from unickpt.tools.terminal import options as terminal_options
@@ -289,31 +290,32 @@ __all__ = [
     "MemoryBudget", "MemoryWindow", "Mesh", "MeshFacts", "MeshKey", "NOTHING_HERE",
     "NamedOptimizer", "NeedsElements", "Node", "NotDecodable", "Notes", "ORPHANS_LOCK",
     "OWN_FORMAT", "ObservedReport", "OcdbtDatabase", "OcdbtReader", "OfEachProcess", "Opaque",
-    "Orphan", "OrphanSearch", "PYTHON_TYPES", "ParallelMap", "Part", "PathLike", "PhaseObserver",
-    "Plain", "Plan", "PlannedFile", "Pool", "Progress", "Provenance", "REPLACED_METADATA",
-    "RESERVED_METADATA", "RangeReader", "Reader", "ReferencePolicy", "ReferenceSource",
-    "RegularFiles", "Request", "Restorer", "Retention", "RuledView", "RulesCheck", "Run",
-    "RunFeature", "SAVE_PHASES", "STORED_TYPES", "SaveCall", "SaveCallbacks", "SaveEncoder",
-    "SaveFeature", "SaveQueue", "SaveRequest", "SaveTask", "SavedArrays", "SavedOnly", "Scheme",
-    "ScratchMemory", "Sections", "Selection", "SerialExecutor", "Settled", "SeveralCheckpoints",
-    "SharedChunk", "SharedRound", "Skipped", "SlabReads", "Source", "StepFolder", "StorageFuture",
-    "StoredChunk", "StoredType", "StoredView", "Taken", "TensorSource", "Tier", "TierCopying",
-    "Timing", "Transport", "Unit", "UnitSteps", "Units", "ValuePlaces", "Version", "View",
-    "WHOLE_BOXES", "WriteFilter", "WriteItem", "Writer", "WritingSave", "absolute_path",
-    "adapter_of", "adapters", "all_gather_bytes", "apply_rules", "asking_storage", "barrier",
-    "base_name", "begin_flush", "bytes_of_chunk", "bytes_on_disk", "changed_repr", "check_boxes",
-    "check_rest", "check_written", "checkpoints_below", "child_names", "children_by_key",
-    "chosen_format", "chunk_digest", "chunk_keys", "close_quietly", "closing_file",
-    "combined_crc32", "common_codec", "compressed_chunk", "conversion_budgets", "convertible",
-    "copy_files", "counted", "current_group", "cut_box", "decode_per_process", "dict_node",
-    "dtype_and_shape", "dtype_from_name", "dtype_kind", "dtype_name", "encode_per_process",
-    "encoding_of", "entry_of_box", "entry_of_boxes", "every_door", "expand_leaf", "facts_of",
-    "fences_of", "find_door", "find_orphans", "finite_or_text", "first_few", "flat_range_to_boxes",
-    "flatten_state", "flatten_tree", "folders_below", "folders_with", "format_named",
-    "fragment_count", "fragment_grids", "grid_band_text", "group_of_one", "has_fixed_size",
-    "has_known_factory", "html_page", "html_table", "in_batches", "is_array", "is_plain",
-    "is_plain_kind", "is_saved_as_leaf", "job_group", "join_names", "keys_of_leaves", "layout_text",
-    "leaf_text", "leaves_of_tree", "leaves_of_view", "loaded_together", "local_folders",
+    "Orphan", "OrphanSearch", "PYTHON_TYPES", "ParallelMap", "Part", "PartialCopy", "PathLike",
+    "PhaseObserver", "Plain", "Plan", "PlannedFile", "Pool", "Progress", "Provenance",
+    "REPLACED_METADATA", "RESERVED_METADATA", "RangeReader", "Reader", "ReferencePolicy",
+    "ReferenceSource", "RegularFiles", "Request", "Restorer", "Retention", "RuledView",
+    "RulesCheck", "Run", "RunFeature", "SAVE_PHASES", "STORED_TYPES", "SaveCall", "SaveCallbacks",
+    "SaveEncoder", "SaveFeature", "SaveQueue", "SaveRequest", "SaveTask", "SavedArrays",
+    "SavedOnly", "Scheme", "ScratchMemory", "Sections", "Selection", "SerialExecutor", "Settled",
+    "SeveralCheckpoints", "SharedChunk", "SharedRound", "Skipped", "SlabReads", "Source",
+    "StepFolder", "StorageFuture", "StoredChunk", "StoredType", "StoredView", "Taken",
+    "TensorSource", "Tier", "TierCopying", "Timing", "Transport", "Unit", "UnitSteps", "Units",
+    "ValuePlaces", "Version", "View", "WHOLE_BOXES", "WriteFilter", "WriteItem", "Writer",
+    "WritingSave", "absolute_path", "adapter_of", "adapters", "all_gather_bytes", "apply_rules",
+    "asking_storage", "barrier", "base_name", "begin_flush", "bytes_of_chunk", "bytes_on_disk",
+    "changed_repr", "check_boxes", "check_rest", "check_written", "checkpoints_below",
+    "child_names", "children_by_key", "chosen_format", "chunk_digest", "chunk_keys",
+    "close_quietly", "closing_file", "combined_crc32", "common_codec", "compressed_chunk",
+    "conversion_budgets", "convertible", "copy_files", "counted", "current_group", "cut_box",
+    "decode_per_process", "dict_node", "dtype_and_shape", "dtype_from_name", "dtype_kind",
+    "dtype_name", "encode_per_process", "encoding_of", "entry_of_box", "entry_of_boxes",
+    "every_door", "expand_leaf", "facts_of", "fences_of", "find_door", "find_orphans",
+    "finite_or_text", "first_few", "flat_range_to_boxes", "flatten_state", "flatten_tree",
+    "folders_below", "folders_with", "format_named", "fragment_count", "fragment_grids",
+    "grid_band_text", "group_of_one", "has_fixed_size", "has_known_factory", "html_page",
+    "html_table", "in_batches", "is_array", "is_plain", "is_plain_kind", "is_saved_as_leaf",
+    "job_group", "join_names", "keys_of_leaves", "layout_text", "leaf_text", "leaves_of_tree",
+    "leaves_of_view", "leaving_out", "loaded_together", "local_folders", "lost_boxes",
     "make_writer", "members_of", "meshes_of", "moments_among", "name_component", "name_matches",
     "natural_key", "new_session", "numbered_parts", "on_process_0", "open_own", "open_reader",
     "opened_checkpoint", "other_folders", "parsed_types", "parts_of_array", "parts_of_boxes",
@@ -321,16 +323,16 @@ __all__ = [
     "progress_reports", "put_nested", "quoted", "raw_chunk", "read_boxes", "read_file_box",
     "read_full_chunk", "read_into", "reading", "reading_again", "reading_checkpoint",
     "reading_failed", "rebuild_tree", "refuse_checkpoint", "refuse_unknown", "register_codec",
-    "register_format", "register_scheme", "register_writer", "remove_checkpoint", "reporting",
-    "resolve_path", "restore_replaced", "room_text", "row_major", "rule_exprs_of", "ruled_elements",
-    "save_in_background", "settle_future", "shape_text", "shortened", "shown_text", "size_text",
-    "step_metrics", "storage_context", "stored_chunk_bytes", "stored_leaf", "stored_leaves",
-    "stored_unit_steps", "storing_hint", "strided_view", "structure_of", "sync_folder",
-    "system_calls", "take_retention", "terminal_options", "terminal_output", "terminal_tables",
-    "text_file", "tree_from_json", "tree_from_names", "tree_to_json", "tree_with_values",
-    "tree_without", "unickpt_version", "unregister_codec", "unregister_format", "unregister_writer",
-    "unwrapped", "version_at", "within", "write_streamed", "writing", "writing_failed",
-    "written_in_data_file", "zarr_dtype",
+    "register_format", "register_scheme", "register_writer", "remove_checkpoint",
+    "replace_in_place", "reporting", "resolve_path", "restore_replaced", "room_text", "row_major",
+    "rule_exprs_of", "ruled_elements", "save_in_background", "settle_future", "shape_text",
+    "shortened", "shown_text", "size_text", "step_before", "step_metrics", "storage_context",
+    "stored_chunk_bytes", "stored_leaf", "stored_leaves", "stored_unit_steps", "storing_hint",
+    "strided_view", "structure_of", "sync_folder", "system_calls", "take_retention",
+    "terminal_options", "terminal_output", "terminal_tables", "text_file", "tree_from_json",
+    "tree_from_names", "tree_to_json", "tree_with_values", "tree_without", "unickpt_version",
+    "unregister_codec", "unregister_format", "unregister_writer", "unwrapped", "version_at",
+    "within", "write_streamed", "writing", "writing_failed", "written_in_data_file", "zarr_dtype",
 ]  # fmt: skip
 
 # Imported on first use. What `import unickpt` needs anyway is imported above.
@@ -367,7 +369,7 @@ _LATER = {
     "runs.orphans": "LOCK as ORPHANS_LOCK, Orphan, OrphanSearch, find as find_orphans",
     "runs.removal": "barrier, on_process_0",
     "runs.retention": "Retention",
-    "runs.step_folder": "StepFolder, bytes_on_disk",
+    "runs.step_folder": "StepFolder, bytes_on_disk, step_before",
     "runs.tier_copies": "IN_ROOT, Copying as TierCopying, Tier",
     "storage": "local_folders",
     "storage.export_leftovers": "restore as restore_replaced",
@@ -378,6 +380,7 @@ _LATER = {
     ),
     "tools.copying": "copy_files",
     "tools.difference": "ComparedViews",
+    "tools.partial_copies": "PartialCopy, leaving_out, lost_boxes, replace_in_place",
     "tools.terminal": (
         "options as terminal_options, output as terminal_output, tables as terminal_tables"
     ),

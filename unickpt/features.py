@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 from unickpt.save_report import SaveReport
 
 if TYPE_CHECKING:
+    from unickpt.arrays.box import Box
     from unickpt.format.reader import Reader
     from unickpt.storage.data_files import FileView
     from unickpt.storage.locations import Location
-    from unickpt.write_filter import WriteFilter
+    from unickpt.write_filter import Selection, WriteFilter
 
 
 class PhaseObserver(Protocol):
@@ -55,6 +56,8 @@ class SaveFeature:
 
     name: str
     """The name of the feature; a save has at most one feature of each name."""
+    filters_copies = False
+    """Whether `copy_filter` and `recovered` may return selections."""
 
     def check(self, arrays: Iterable[str]) -> None:
         """Checks the names of all arrays; called on the coordinator before the commit.
@@ -72,6 +75,29 @@ class SaveFeature:
 
         Raises:
             UnsupportedLeaf: they cannot be determined; the save fails.
+        """
+        return None
+
+    def copy_filter(self, stored: Reader, base: Reader) -> Selection | None:
+        """The units that the copy of a step to the root leaves out, because an earlier copy has
+        them; None for none. Called on process 0, if `Run.leaves_out` is false.
+
+        Arguments:
+            stored: the step.
+            base: the copy of an earlier step of the same job.
+        """
+        return None
+
+    def recovered(
+        self, stored: Reader, copy: Reader, lost: Iterable[tuple[str, Box]]
+    ) -> Selection | None:
+        """The units of a step that are taken from its copy, because chunks of them are lost; None
+        if this is not possible. Called on process 0, if `Run.leaves_out` is false.
+
+        Arguments:
+            stored: the step.
+            copy: of it, which leaves out units.
+            lost: the names of arrays, each with the box of a chunk that neither has.
         """
         return None
 
@@ -111,11 +137,14 @@ class Run:
         is_local: whether steps are saved on a local disk.
         path: the path of a step, by its number.
         wait_ended: waits until all saves that have begun are committed, or have failed.
+        leaves_out: whether a save may leave units out; else only its copy in the root does, by
+            `SaveFeature.copy_filter`.
     """
 
     is_local: bool
     path: Callable[[int], str]
     wait_ended: Callable[[], None]
+    leaves_out: bool = True
 
 
 @dataclass

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 from unickpt.errors import UnsupportedLeaf
-from unickpt.extend import Run, SaveFeature, changed_repr
+from unickpt.extend import Box, Reader, Run, RunFeature, SaveFeature, Selection, changed_repr
 from unickpt.plugins.experts.in_run import PartialSaves
 from unickpt.plugins.experts.keys import ExpertKeys
 from unickpt.plugins.experts.lost_tokens import Choose, most_lost
+from unickpt.plugins.experts.partial_copies import WholeSaves, copy_selection, recovered_selection
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,7 @@ class Experts(SaveFeature):
     plt_budget: float | None = 0.0375
 
     name = "experts"
+    filters_copies = True
     __repr__ = changed_repr
 
     def __post_init__(self) -> None:
@@ -59,7 +61,20 @@ class Experts(SaveFeature):
             "(experts=...), not to a single save"
         )
 
-    def in_run(self, run: Run) -> PartialSaves:
+    def in_run(self, run: Run) -> RunFeature:
         """The object that a run calls before each save and after each load."""
-        choose = most_lost if self.choose == "most_lost" else self.choose
-        return PartialSaves(ExpertKeys(self.each_save), choose, self.plt_budget, run)
+        if not run.leaves_out:
+            return WholeSaves(ExpertKeys(self.each_save), self.plt_budget)
+        return PartialSaves(ExpertKeys(self.each_save), self._chooses, self.plt_budget, run)
+
+    def copy_filter(self, stored: Reader, base: Reader) -> Selection | None:
+        return copy_selection(stored, base, ExpertKeys(self.each_save), self._chooses)
+
+    def recovered(
+        self, stored: Reader, copy: Reader, lost: Iterable[tuple[str, Box]]
+    ) -> Selection | None:
+        return recovered_selection(stored, copy, ExpertKeys(self.each_save), lost)
+
+    @property
+    def _chooses(self) -> Choose | None:
+        return most_lost if self.choose == "most_lost" else self.choose

@@ -24,7 +24,6 @@ from unickpt.plugins.experts.keys import ExpertKeys
 from unickpt.plugins.experts.lost_tokens import Choose, ExpertRecord
 from unickpt.plugins.experts.lost_tokens import stored as stored_record
 from unickpt.plugins.experts.partial_save import Chosen, PartialBase, PartialSave
-from unickpt.plugins.experts.token_counts import TokensSeen
 
 _log = logging.getLogger("unickpt")
 
@@ -64,20 +63,16 @@ class PartialSaves(RunFeature):
             call: to save it; token counts are taken out of it.
 
         Raises:
-            UnsupportedLeaf: the name of a metric that counts tokens has no number.
+            UnsupportedLeaf: the token counts are not valid.
         """
-        tokens = call.keywords.pop("tokens", None)
-        call.metrics, tokens = token_counts.tokens_among(call.metrics or {}, tokens)
-        tokens = tokens if call.is_coordinator else None
+        tokens = token_counts.taken_from(call, self._keys)
         save = _ExpertSave(call.step, self._run.path(call.step))
-        return _ExpertsOfSave(self._keys, save, lambda: self._begin(save, tokens)), {}
+        return _ExpertsOfSave(self._keys, save, lambda: self._begin(save, *tokens)), {}
 
-    def _begin(self, save: _ExpertSave, tokens: TokensSeen | None) -> PartialSave:
+    def _begin(
+        self, save: _ExpertSave, seen: dict[str, dict[int, float]], layers: dict[str, str]
+    ) -> PartialSave:
         """See `SaveFeature.write_filter`."""
-        layers = {layer: token_counts.key_of(layer, self._keys) for layer in tokens or ()}
-        seen = {
-            layer: token_counts.counts_of(layer, counts) for layer, counts in (tokens or {}).items()
-        }
         if not self._is_predicted:
             self._run.wait_ended()
         with self._lock:

@@ -73,12 +73,17 @@ class ExpertRecord:
         layers: the token counts of each layer, where they are given.
         doublings: how often the number of experts to save was doubled.
         keys: for each layer, the key of its experts.
+        since: the first step that was saved after the last load, where saves write all experts and
+            their copies in the root leave some out; else None.
+        resumed: the step of that load, if any.
     """
 
     steps: UnitSteps
     layers: Mapping[str, TokenCounts] = field(default_factory=dict)
     doublings: int = 0
     keys: Mapping[str, str] = field(default_factory=dict)
+    since: int | None = None
+    resumed: int | None = None
 
     @property
     def lost_tokens(self) -> float:
@@ -162,6 +167,11 @@ class ExpertRecord:
         made: dict[str, Any] = {
             "steps": {key: _texts(expert_steps) for key, expert_steps in self.steps.items()},
             "doublings": self.doublings,
+        }
+        made |= {
+            name: step
+            for name, step in [("since", self.since), ("resumed", self.resumed)]
+            if step is not None
         }
         if self.layers:
             made["plt"] = self.lost_tokens
@@ -262,7 +272,7 @@ def stored(metadata: Mapping[str, Any], where: str) -> ExpertRecord | None:
         ) from None
     layers = {n: TokenCounts(t.seen, t.lost, t.lost_before) for n, t in body.layers.items()}
     keys = {name: layer.key for name, layer in body.layers.items()}
-    return ExpertRecord(steps, layers, body.doublings, keys)
+    return ExpertRecord(steps, layers, body.doublings, keys, body.since, body.resumed)
 
 
 _Amount = Annotated[float, msgspec.Meta(ge=0, le=sys.float_info.max)]
@@ -278,6 +288,8 @@ class _StoredLayer(msgspec.Struct):
 class _StoredRecord(msgspec.Struct):
     layers: dict[str, _StoredLayer] = {}
     doublings: Annotated[int, msgspec.Meta(ge=0)] = 0
+    since: Annotated[int, msgspec.Meta(ge=0)] | None = None
+    resumed: Annotated[int, msgspec.Meta(ge=0)] | None = None
 
 
 def recorded(metadata: Mapping[str, Any], record: ExpertRecord) -> dict[str, Any]:

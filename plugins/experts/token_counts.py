@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from numbers import Integral
 
 from unickpt.errors import UnsupportedLeaf
+from unickpt.extend import SaveCall
 from unickpt.plugins.experts.keys import ExpertKeys
 
 TokensSeen = Mapping[str, Mapping[int, float] | Sequence[float]]
@@ -42,6 +43,24 @@ def tokens_among(
             raise UnsupportedLeaf(f"metrics: {name!r} must be tokens/<layer>/<number of an expert>")
         tokens_by_layer.setdefault(layer, {})[int(number)] = value
     return other_metrics, {**tokens_by_layer, **(tokens or {})} or tokens
+
+
+def taken_from(
+    call: SaveCall, keys: ExpertKeys
+) -> tuple[dict[str, dict[int, float]], dict[str, str]]:
+    """The token counts of a call to save, which are taken out of it; none but on process 0.
+
+    Returns:
+        By layer, the counts by the experts' numbers, and the key of the experts.
+
+    Raises:
+        UnsupportedLeaf: they are not valid.
+    """
+    tokens = call.keywords.pop("tokens", None)
+    call.metrics, tokens = tokens_among(call.metrics or {}, tokens)
+    counts_by_layer = (tokens if call.is_coordinator else None) or {}
+    layers = {layer: key_of(layer, keys) for layer in counts_by_layer}
+    return {layer: counts_of(layer, counts) for layer, counts in counts_by_layer.items()}, layers
 
 
 def key_of(layer: str, keys: ExpertKeys) -> str:

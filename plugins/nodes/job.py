@@ -12,6 +12,7 @@ import xxhash
 from unickpt import SaveOptions
 from unickpt.errors import InvalidPath
 from unickpt.extend import (
+    Location,
     Scheme,
     StepFolder,
     Version,
@@ -59,12 +60,14 @@ class Nodes:
         self._finalizer.atexit = False
         self.key = new_session()
         url = f"{SCHEME.name}://{self.key}/"
-        self.location = shared(control, url, self.folder.path, group.index)
+        self.location = shared(control, url, self.folder.path, group.index, root.location)
         self.attempt = group.next_attempt()
         self.session = self.attempt.rpartition("-")[0]
         self._control, self._unit = control, chosen.unit_of(name)
+        self.filters = [feature for feature in options.all_features if feature.filters_copies]
+        """Features that leave units out of the copies of steps in the root."""
         self.uploads = UploadNotes(control, self.attempt)
-        self._exchange = self.attempt
+        self._exchange, self._exchanges = self.attempt, 1
         try:
             self.members = self._gather(name)
         except BaseException:
@@ -97,7 +100,8 @@ class Nodes:
 
     def gather_again(self) -> None:
         """Learns what is on the nodes now; all processes call it. Raises SaveTimeout."""
-        self._exchange = f"{self.attempt}-again"
+        self._exchange = f"{self.attempt}-{self._exchanges}"
+        self._exchanges += 1
         self.members = self._gather(self.node)
 
     def close(self) -> None:
@@ -143,7 +147,10 @@ class Nodes:
         if count is not None and set(range(count)) <= self.holders(step, version).keys():
             return True
         in_root = version_at(self.root.location.child(step))
-        return in_root is not None and in_root.name == version.name
+        if in_root is None or in_root.name != version.name:
+            return False
+        # Other files than those of the step: it may lack some.
+        return not in_root.copied or self.uploads.is_recovered(step, version.attempt)
 
     def spec(self, step: str) -> dict[str, Any]:
         """The key-value store from which a step is read: small files from the root, data files from
@@ -182,5 +189,15 @@ def _spec(url: str) -> dict[str, Any]:
 # A node that does not answer is gone; TensorStore's own default tries for minutes.
 _RETRIES = {"max_retries": 4, "initial_delay": "100ms", "max_delay": "1s"}
 _RESOURCES = {"http_request_retries": _RETRIES}
-SCHEME = Scheme("nodes", _spec, _RESOURCES, StepLocation, is_internal=True)
+
+
+class _JobStep(StepLocation):
+    @property
+    def parent(self) -> Location | None:
+        """The root, which has the steps that this one borrows from."""
+        nodes = _jobs.get(self.url.partition("://")[2].partition("/")[0])
+        return None if nodes is None else nodes.root.location
+
+
+SCHEME = Scheme("nodes", _spec, _RESOURCES, _JobStep, is_internal=True)
 register_scheme(SCHEME)

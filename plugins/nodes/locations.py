@@ -11,6 +11,7 @@ import tensorstore as ts
 
 from unickpt.extend import KvStore, LocalLocation, Location, StorageFuture, local_folders
 
+_STEP = re.compile(r"step_\d+/")
 _PART = re.compile(r"step_\d+/processes/[^/]+/(\d{5,})/")
 
 
@@ -39,11 +40,13 @@ class _ControlLocation(Location):
         top: the path of the folder of all steps.
         node: the path of the same folder in that of this node; ends with `/`.
         process: the number of this process.
+        run: the root, which has the steps that a step borrows from.
     """
 
     top: str = ""
     node: str = ""
     process: int = 0
+    run: Location | None = None
 
     shares_data: ClassVar[bool] = False
 
@@ -53,11 +56,12 @@ class _ControlLocation(Location):
         below = path[len(self.top) :]
         if match := _PART.match(below):
             return self._part(below, match)
-        return type(self)(url, {**self.spec, "path": path}, self.top, self.node, self.process)
+        spec = {**self.spec, "path": path}
+        return type(self)(url, spec, self.top, self.node, self.process, self.run)
 
     @property
     def parent(self) -> Location | None:
-        return None  # not needed; it would be of this kind above `top`, too
+        return self.run if _STEP.fullmatch(self.path[len(self.top) :]) else None
 
     def _part(self, below: str, match: re.Match[str]) -> Location:
         """A folder of the data files of a process, by its path below the folder of all steps."""
@@ -96,14 +100,14 @@ class StepLocation(Location):
         return opened
 
 
-def shared(control: Location, url: str, node: str, process: int) -> Location:
+def shared(control: Location, url: str, node: str, process: int, run: Location) -> Location:
     """The folder of all steps.
 
     Arguments:
         control: the folder for small files.
         url: from which its steps are loaded.
-        node, process: as for `_ControlLocation`.
+        node, process, run: as for `_ControlLocation`.
     """
     kind: Any = SharedFolder if control.is_local else SharedObjects
-    location: Location = kind(url, control.spec, control.path, node, process)
+    location: Location = kind(url, control.spec, control.path, node, process, run)
     return location

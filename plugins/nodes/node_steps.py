@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from unickpt.extend import StepFolder, Version
+from unickpt.extend import StepFolder, Version, version_at
 from unickpt.plugins.nodes.job import Nodes
 
 
@@ -36,15 +36,26 @@ class NodeSteps(StepFolder):
         return None if version is not None and version == self._lost.get(step) else version
 
     def needed(self, steps: Sequence[int]) -> Sequence[int]:
-        """With copies or parity on other nodes, all from the newest step on that has them."""
-        if not self._nodes.is_protected:
-            return super().needed(steps)
-        for place in range(len(steps) - 1, -1, -1):
+        """All from the newest step on that others protect: with copies or parity, other nodes; if
+        its copy leaves out experts, that copy."""
+        nodes, places = self._nodes, list[int]()
+        if nodes.is_protected:
+            places.append(self._newest(steps, nodes.uploads.lost_nodes))
+        if nodes.filters:
+            places.append(self._newest(steps, self._has_copy))
+        return steps[min(places) :] if places else super().needed(steps)
+
+    def _newest(self, steps: Sequence[int], is_protected: Callable[[str, str], object]) -> int:
+        """The place of the newest protected step; the first, if there is none."""
+        for place in range(len(steps) - 1, 0, -1):
             version = self.version(steps[place])
-            name = f"step_{steps[place]}"
-            if version is not None and self._nodes.uploads.lost_nodes(name, version.attempt):
-                return steps[place:]
-        return steps
+            if version is not None and is_protected(f"step_{steps[place]}", version.attempt):
+                return place
+        return 0
+
+    def _has_copy(self, step: str, attempt: str) -> bool:
+        version = version_at(self._nodes.root.location.child(step))
+        return version is not None and version.attempt == attempt
 
     def remove(self, step: int) -> None:
         super().remove(step)

@@ -12,6 +12,7 @@ from unickpt.plugins.nodes.job import Nodes
 from unickpt.plugins.nodes.node_parity import restore
 from unickpt.plugins.nodes.node_steps import NodeSteps
 from unickpt.plugins.nodes.options import NodeOptions
+from unickpt.plugins.nodes.recovered_units import recover
 from unickpt.plugins.nodes.uploads import NodeCopying
 
 
@@ -29,9 +30,8 @@ def join(root: StepFolder, path: PathLike, arguments: dict[str, Any], options: S
         SaveTimeout: other processes do not join.
         ValueError: an option does not fit.
     """
-    for name in ("reuse", "experts"):
-        if arguments.get(name):
-            raise ValueError(f"{name}= refers to earlier steps; with node_local, omit it")
+    if arguments.get("reuse"):
+        raise ValueError("reuse= refers to earlier steps; with node_local, omit it")
     if options.base is not None or options.changed is not None:
         raise ValueError("base= and changed= refer to earlier steps; with node_local, omit them")
     chosen, local = NodeOptions.take(arguments), resolve_path(path)
@@ -40,11 +40,15 @@ def join(root: StepFolder, path: PathLike, arguments: dict[str, Any], options: S
             f"node_local={str(local)!r} must be a folder of each node, such as /dev/shm/run"
         )
     nodes = Nodes(root, local.path, chosen, options)
-    if any(member.sums for member in nodes.members):
-        try:
+    try:
+        if any(member.sums for member in nodes.members):
             restore(nodes)
             nodes.gather_again()
-        except BaseException:
-            nodes.close()
-            raise
-    return Tier(NodeSteps(nodes), partial(NodeCopying, nodes))
+        if nodes.filters:
+            if nodes.group.index == 0:
+                recover(nodes)
+            nodes.gather_again()  # the others wait for process 0
+    except BaseException:
+        nodes.close()
+        raise
+    return Tier(NodeSteps(nodes), partial(NodeCopying, nodes), takes_all=True)

@@ -3,6 +3,12 @@ and whose files are in the root or on another node."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+import msgspec
+import xxhash
+
 from unickpt.extend import Location, storage_context
 
 _PAUSE_S, _PAUSE_REMOTE_S = 0.05, 1.0
@@ -13,7 +19,8 @@ class UploadNotes:
     """The notes.
 
     Per step and attempt, the notes say how many processes saved it (`parts`), whether it is to be
-    uploaded (`due`), and whose files are in the root.
+    uploaded (`due`), and whose files are in the root. A choice identifies the files that an upload
+    leaves out, because its experts are in earlier steps; it is empty if none are.
 
     Arguments:
         control: the folder for small files.
@@ -40,24 +47,55 @@ class UploadNotes:
         """Records how many processes save a step."""
         self._notes.write(f"{step}.{attempt}.parts", b"%d" % count).result()
 
-    def decide(self, step: str, attempt: str, *, due: bool) -> None:
+    def decide(self, step: str, attempt: str, *, due: bool, choice: str = "") -> None:
         """Records whether a step is to be uploaded."""
-        self._notes.write(f"{step}.{attempt}.due-{self._job}", _YES if due else _NO).result()
+        value = _YES + choice.encode() if due else _NO
+        self._notes.write(f"{step}.{attempt}.due-{self._job}", value).result()
 
-    def is_due(self, step: str, attempt: str) -> bool | None:
-        """Whether a step is to be uploaded; None if that is not decided."""
+    def due_choice(self, step: str, attempt: str) -> str | Literal[False] | None:
+        """The choice with which a step is to be uploaded, False if it is not; None if that is not
+        decided."""
         read = self._notes.read(f"{step}.{attempt}.due-{self._job}").result()
-        return read.value == _YES if read.state == "value" else None
+        if read.state != "value":
+            return None
+        if not read.value.startswith(_YES):
+            return False
+        return str(read.value.removeprefix(_YES).decode(errors="replace"))
 
-    def missing(self, step: str, attempt: str) -> list[int]:
+    def choose(self, step: str, attempt: str, files: Mapping[int, Sequence[str]]) -> str:
+        """Records the files that an upload leaves out, by process; returns the choice."""
+        choice = xxhash.xxh3_64_hexdigest(msgspec.json.encode(files))
+        writes = [
+            self._notes.write(f"{step}.{attempt}.left-{choice}-{p:05d}", msgspec.json.encode(names))
+            for p, names in files.items()
+        ]
+        for written in writes:
+            written.result()
+        return choice
+
+    def left_out(self, step: str, attempt: str, choice: str, process: int) -> list[str]:
+        """The files of a process that an upload leaves out."""
+        read = self._notes.read(f"{step}.{attempt}.left-{choice}-{process:05d}").result()
+        return msgspec.json.decode(read.value, type=list[str]) if read.state == "value" else []
+
+    def missing(self, step: str, attempt: str, choice: str = "") -> list[int]:
         """The processes whose files of a step are not in the root yet."""
-        prefix, count = f"{step}.{attempt}.", self.part_count(step, attempt)
+        count = self.part_count(step, attempt)
         names = {key.decode(errors="replace") for key in self._notes.list().result()}
-        return [n for n in range(count or 0) if f"{prefix}{n:05d}" not in names]
+        return [n for n in range(count or 0) if _uploaded(step, attempt, n, choice) not in names]
 
-    def note_upload(self, step: str, attempt: str, process: int) -> None:
+    def note_upload(self, step: str, attempt: str, process: int, choice: str = "") -> None:
         """Records that the files of a process are in the root."""
-        self._notes.write(f"{step}.{attempt}.{process:05d}", b"").result()
+        self._notes.write(_uploaded(step, attempt, process, choice), b"").result()
+
+    def note_recovered(self, step: str, attempt: str) -> None:
+        """Records that all that the nodes lack of a step is in the root."""
+        self._notes.write(f"{step}.{attempt}.recovered-{self._job}", b"").result()
+
+    def is_recovered(self, step: str, attempt: str) -> bool:
+        """Whether all that the nodes lack of a step is in the root."""
+        name = f"{step}.{attempt}.recovered-{self._job}"
+        return bool(self._notes.read(name).result().state == "value")
 
     def note_copy(self, step: str, attempt: str, process: int) -> None:
         """Records that another node has the files of a process, of the nodes of this job."""
@@ -96,3 +134,8 @@ class UploadNotes:
         for key in self._notes.list().result():
             if key.decode(errors="replace").startswith(f"{step}."):
                 self._notes.write(key.decode(errors="replace"), None).result()
+
+
+def _uploaded(step: str, attempt: str, process: int, choice: str) -> str:
+    """The name of the note that the files of a process are in the root."""
+    return f"{step}.{attempt}.{process:05d}{choice and '-'}{choice}"

@@ -3,19 +3,25 @@ without which it is no checkpoint, comes last, from process 0."""
 
 from __future__ import annotations
 
+import logging
 import os
 import time
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any, Literal
 
-from unickpt.errors import SaveTimeout
+from unickpt.errors import SaveTimeout, UnickptError
 from unickpt.extend import (
+    ADDED_FOLDER,
     IN_ROOT,
     MemoryWindow,
+    PartialCopy,
     TierCopying,
     Version,
     copy_files,
     first_few,
+    leaving_out,
+    open_own,
+    step_before,
     storage_context,
     version_at,
     writing,
@@ -24,6 +30,7 @@ from unickpt.plugins.nodes.job import Nodes
 from unickpt.plugins.nodes.node_parity import NodeParity
 from unickpt.plugins.nodes.peer_copies import PeerCopies
 
+_log = logging.getLogger("unickpt")
 _AT_ONCE = 4  # files that a process uploads
 
 
@@ -42,7 +49,9 @@ class NodeCopying(TierCopying):
         super().__init__(*arguments)
         self._nodes, self._is_coordinator = nodes, nodes.group.index == 0
         self._uploads, self._is_closing = nodes.uploads, False
-        self._done, self._counted = set[str](), set[str]()
+        self._done: dict[str, str | Literal[False]] = {}
+        """By the attempt of a step, the choice with which it was uploaded."""
+        self._counted, self._due = set[str](), set[str]()
         rate = nodes.chosen.upload_bytes_per_s
         self._rate = None if rate is None else rate / _on_node(nodes)
         peers = nodes, self._local, self._rate
@@ -104,14 +113,15 @@ class NodeCopying(TierCopying):
         chosen = []
         for step in self._local.committed():  # also those that no rule keeps
             version = self._local.version(step)
-            if version is None or version.name in self._counted:
-                continue
-            self._counted.add(version.name)
-            is_due = len(self._counted) % self._nodes.chosen.upload_every == 0
-            if is_due and step in steps:
-                chosen.append(step)
-            else:
-                self._uploads.decide(f"step_{step}", version.attempt, due=False)
+            if version is not None and version.name not in self._counted:
+                self._counted.add(version.name)
+                is_due = len(self._counted) % self._nodes.chosen.upload_every == 0
+                if is_due and step in steps:
+                    self._due.add(version.name)
+                else:
+                    self._uploads.decide(f"step_{step}", version.attempt, due=False)
+            if version is not None and version.name in self._due and step in steps:
+                chosen.append(step)  # again after each save, until it is in the root
         return sorted({*chosen, *steps[-1:]}) if self._is_closing else chosen
 
     def close(self) -> None:
@@ -123,19 +133,40 @@ class NodeCopying(TierCopying):
     def _copy_step(self, step: int) -> None:
         super()._copy_step(step)
         version = self._local.version(step)
-        if version is not None and self._uploads.is_due(f"step_{step}", version.attempt) is None:
-            self._uploads.decide(f"step_{step}", version.attempt, due=False)  # the root has it
+        name = f"step_{step}"
+        if version is not None and self._uploads.due_choice(name, version.attempt) is None:
+            self._uploads.decide(name, version.attempt, due=False)  # the root has it
 
     def send(self, step: int, sent: Any, base_files: Any) -> tuple[bytes, tuple[Any, ...]]:
         """Uploads the files of this node, waits for the other nodes, and copies the rest."""
-        name, attempt = f"step_{step}", sent.version.attempt
-        self._uploads.decide(name, attempt, due=True)
-        self._upload(name, sent.version)
-        self._wait_for_parts(name, attempt)
+        name, attempt, choice = f"step_{step}", sent.version.attempt, ""
+        if (part := self._partial_copy(step, sent)) is not None:
+            choice = self._uploads.choose(name, attempt, _by_process(part.left_out))
+        self._uploads.decide(name, attempt, due=True, choice=choice)
+        self._upload(name, sent.version, choice)
+        self._wait_for_parts(name, attempt, choice)
         copy_files(sent.origin, sent.destination, attempt, sent.budget_bytes)
-        return sent.version.manifest, ()
+        if part is None:
+            return sent.version.manifest, ()
+        return sent.rewritten(part.index, part.changed, storage_context()), part.index.bases
 
-    def _upload(self, step: str, version: Version) -> None:
+    def _partial_copy(self, step: int, sent: Any) -> PartialCopy | None:
+        """The copy of a step that borrows units from an earlier one; None if it has all."""
+        before = step_before(self._root, step) if self._nodes.filters else None
+        if before is None or sent.reader is None:
+            return None
+        try:
+            base = open_own(self._root.location_of(before))
+            if base is None or base.index.attempt not in self._steps.own_attempts:
+                return None
+            for feature in self._nodes.filters:
+                if (selection := feature.copy_filter(sent.reader, base)) is not None:
+                    return leaving_out(sent.reader, base, selection)
+        except UnickptError as error:
+            _log.warning("step %d is uploaded whole: %s", step, error)
+        return None
+
+    def _upload(self, step: str, version: Version, choice: str) -> None:
         """Uploads the files that no earlier node of the job has; first those of this process."""
         processes = [
             process
@@ -144,16 +175,22 @@ class NodeCopying(TierCopying):
         ]
         processes.sort(key=lambda process: (process != self._nodes.group.index, process))
         for process in processes:
-            if process in self._uploads.missing(step, version.attempt):
+            if process in self._uploads.missing(step, version.attempt, choice):
                 part = f"{step}/processes/{version.attempt}/{process:05d}/"
+                without = self._uploads.left_out(step, version.attempt, choice, process)
                 with self._nodes.folder.claimed(part) as is_ours:
                     if is_ours:
-                        self._send_part(part)
-                        self._uploads.note_upload(step, version.attempt, process)
+                        self._send_part(part, without)
+                        self._uploads.note_upload(step, version.attempt, process, choice)
 
-    def _send_part(self, part: str) -> None:
+    def _send_part(self, part: str, without: Collection[str]) -> None:
         """Uploads the files of a process. They are not read back: S3 checks the SHA-256 of each
-        request, and a local file gets its name when it is whole."""
+        request, and a local file gets its name when it is whole.
+
+        Arguments:
+            part: their folder.
+            without: files that are left out, and with them the parity of all.
+        """
         fsync, folder = self.options.fsync, self._nodes.folder
         context, target = storage_context(fsync=fsync), self._root.location.child(part)
         store, made = target.store(context), {""}
@@ -161,7 +198,8 @@ class NodeCopying(TierCopying):
         window = MemoryWindow(self.options.working_bytes, _AT_ONCE)
         for name, nbytes in folder.files(part).items():
             made.add(os.path.dirname(name))
-            if name in existing:
+            is_left_out = without and (name in without or name.startswith(f"{ADDED_FOLDER}/"))
+            if name in existing or is_left_out:
                 continue
             began = time.monotonic()
             window.make_room(nbytes)
@@ -173,17 +211,17 @@ class NodeCopying(TierCopying):
         for name in sorted(made) if fsync else ():
             (target.child(name) if name else target).sync(self._root.location)
 
-    def _wait_for_parts(self, step: str, attempt: str) -> None:
+    def _wait_for_parts(self, step: str, attempt: str, choice: str) -> None:
         """Waits until all nodes have uploaded a step.
 
         Raises:
             SaveTimeout: for too long, nothing came.
         """
-        missing = self._uploads.missing(step, attempt)
+        missing = self._uploads.missing(step, attempt, choice)
         deadline = time.monotonic() + self.options.timeout_s
         while missing:
             time.sleep(self._uploads.pause_s)
-            before, missing = missing, self._uploads.missing(step, attempt)
+            before, missing = missing, self._uploads.missing(step, attempt, choice)
             if missing != before:
                 deadline = time.monotonic() + self.options.timeout_s
             elif time.monotonic() > deadline:
@@ -198,24 +236,45 @@ class NodeCopying(TierCopying):
         for step in steps:
             name, is_last = f"step_{step}", self._is_closing and step == steps[-1]
             version = self._local.version(step)
-            if version is None or (version.attempt in self._done and not is_last):
+            if version is None:
                 continue
-            if is_last or self._is_due_on_node(step, name, version):
+            done, choice = self._done.get(version.attempt), None
+            if done is None or is_last:
+                choice = self._choice(step, name, version, is_last=is_last)
+            else:  # decided anew, if it failed
+                choice = self._uploads.due_choice(name, version.attempt)
+            if choice is None or choice == done:
+                continue
+            if choice is not False:
                 try:
-                    self._upload(name, version)
+                    self._upload(name, version, choice)
                 except Exception as error:
                     self._errors.add(f"uploading {name} to {self._root.location}", error)
                     continue
-            self._done.add(version.attempt)
+            self._done[version.attempt] = choice
 
-    def _is_due_on_node(self, step: int, name: str, version: Version) -> bool:
-        """What process 0 decides about a step; false if the step is gone before that."""
+    def _choice(
+        self, step: int, name: str, version: Version, *, is_last: bool
+    ) -> str | Literal[False]:
+        """What process 0 decides about a step: false if it is not uploaded, or gone before that.
+
+        Arguments:
+            step, name, version: of the step.
+            is_last: whether it is uploaded when the run is closed, whatever was decided before.
+        """
+        if is_last and not self._nodes.filters:
+            return ""
         deadline = time.monotonic() + self.options.timeout_s
-        while (due := self._uploads.is_due(name, version.attempt)) is None:
+        while True:
+            choice = self._uploads.due_choice(name, version.attempt)
+            if isinstance(choice, str) or (choice is False and not is_last):
+                return choice
             if time.monotonic() > deadline or self._local.version(step) != version:
                 return False
+            in_root = self._root.version(step)
+            if in_root is not None and in_root.name == version.name:
+                return False
             time.sleep(self._uploads.pause_s)
-        return due
 
     def _remove_stale(self) -> None:
         """Removes the data of steps that are gone, and of saves that were never committed."""
@@ -241,6 +300,15 @@ class NodeCopying(TierCopying):
             return True
         # Another process of this node may have begun a save that this one has not.
         return self._nodes.is_of_job(attempt) and attempt not in self._steps.own_attempts
+
+
+def _by_process(paths: Iterable[str]) -> dict[int, list[str]]:
+    """Data files by the processes that wrote them, by their paths in their folders."""
+    by_process: dict[int, list[str]] = {}
+    for path in sorted(paths):
+        _, _, process, name = path.split("/", 3)
+        by_process.setdefault(int(process), []).append(name)
+    return by_process
 
 
 def _on_node(nodes: Nodes) -> int:

@@ -69,10 +69,10 @@ dist.destroy_process_group()
 @pytest.mark.parametrize(
     ("what", "most", "calls"),
     [
-        ("save", 37, 612),
+        ("save", 37, 616),
         ("load", 23, 390),
         ("rules", 40, 1070),
-        ("Checkpointer.save", 48, 825),
+        ("Checkpointer.save", 48, 828),
     ],
 )
 def test_the_way_is_short(what: str, most: int, calls: int, processes: Processes) -> None:

@@ -722,7 +722,7 @@ def patches() -> list[Any]:
         patch(job_module, "FileServer", Server),
         patch(job_module, "new_session", lambda: world().name()),
         patch(job_module, "job_group", lambda group, timeout_s: group),
-        patch(job_module, "shared", lambda control, url, folder, process: control),
+        patch(job_module, "shared", lambda control, url, folder, process, run: control),
         patch(uploads, "copy_files", copy_files),
         patch(PeerCopies, "_fetch_file", fetch_file),
         patch(NodeParity, "_add_up", add_up),

@@ -177,11 +177,8 @@ def encode(index: Index) -> bytes:
         },
         "codecs": [codec for encoding in encodings for codec in codecs.as_codecs(encoding)],
         "chunks": index.chunks,
-        "digests": index.digests_xxh3,
+        **_digests_to_json(index),
     }
-    if index.digest_blocks is not None:
-        digests = "".join(f"{digest:016x}" for digest in index.digest_blocks.digests)
-        body["digest_blocks"] = [index.digest_blocks.rows, digests]
     body |= _references_to_json(index)
     if extra := _extra_to_json(index):
         body["extra"] = extra
@@ -207,6 +204,14 @@ def _sealed(unsealed: bytes) -> bytes:
     return unsealed + b',"xxh3":"%016x"}' % xxhash.xxh3_64_intdigest(unsealed)
 
 
+def _digests_to_json(index: Index) -> dict[str, Any]:
+    blocks = index.digest_blocks
+    if blocks is None:
+        return {"digests": index.digests_xxh3}
+    digests = "".join(f"{digest:016x}" for digest in blocks.digests)
+    return {"digests": index.digests_xxh3, "digest_blocks": [blocks.rows, digests]}
+
+
 def _references_to_json(index: Index) -> dict[str, Any]:
     if not index.bases:
         return {}
@@ -228,15 +233,17 @@ def _extra_to_json(index: Index) -> dict[str, Any]:
 
 
 def with_references(data: bytes, index: Index) -> bytes:
-    """A stored index with the references of another one and its number of reused bytes; all else
-    stays, including members that this program does not know.
+    """A stored index with the references of another one, its number of reused bytes, digests and
+    metadata; all else stays, including members that this program does not know.
 
     Arguments:
         data: the index as it is stored, which was already read.
-        index: has `bases`, `borrowed`, `borrowed_xxh3` and `reused`.
+        index: has `bases`, `borrowed`, `borrowed_xxh3`, `reused`, `digests_xxh3`, `digest_blocks`
+            and `metadata`.
     """
     stored = dict(tree_json.members(data, "index"))
-    replaced_keys = {"bases", "borrowed", "extra", "features", "xxh3"}
+    changed_facts = {"metadata": dict(index.metadata), **_digests_to_json(index)}
+    replaced_keys = {"bases", "borrowed", "extra", "features", "xxh3", *changed_facts}
     features = set(tree_json.parsed(stored["features"])) - {REFERENCES}
     extra = tree_json.parsed(stored["extra"]) if "extra" in stored else {}
     incremental = extra.pop(_INCREMENTAL, {})
@@ -249,6 +256,7 @@ def with_references(data: bytes, index: Index) -> bytes:
         "format": members.pop("format"),
         "features": sorted(features),
         **members,
+        **changed_facts,
         **_references_to_json(index),
         **({"extra": extra} if extra else {}),
     }

@@ -9,11 +9,10 @@ from dataclasses import fields
 from typing import Any, Literal, TypedDict
 
 from unickpt import doors
-from unickpt.features import SaveFeature
 from unickpt.frameworks.leaves import adapters
 from unickpt.frameworks.protocol import Fence
 from unickpt.loading.loader import LoadArguments
-from unickpt.options import SaveOptions, joined, take_write_policy
+from unickpt.options import SaveOptions, joined
 from unickpt.runs.current_steps import Steps
 from unickpt.runs.retention import Retention
 from unickpt.runs.roles import Roles
@@ -53,14 +52,14 @@ class StepArguments(LoadArguments, total=False):
 _WHEN = {"save_every_s": "seconds", "preemption": "preemption"}
 
 
-def take_policies(arguments: dict[str, Any]) -> tuple[Retention, SaveEvery, SaveFeature | None]:
-    """The policies among the arguments of a Checkpointer.
+def take_policies(arguments: dict[str, Any]) -> tuple[Retention, SaveEvery]:
+    """The policies among the arguments of a Checkpointer, but that of `take_write_policy`.
 
     Raises:
         ValueError: they are not valid, or are given twice.
         TypeError: there are other arguments.
     """
-    policies = take_retention(arguments), _take_save_every(arguments), take_write_policy(arguments)
+    policies = take_retention(arguments), _take_save_every(arguments)
     for name in arguments:
         raise TypeError(f"Checkpointer() got an unexpected keyword argument {name!r}")
     return policies

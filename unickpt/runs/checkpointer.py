@@ -14,7 +14,7 @@ from unickpt.features import SaveCall, SaveFeature
 from unickpt.frameworks.leaves import job_group
 from unickpt.loading.loader import LoadArguments
 from unickpt.loading.report import LoadReport
-from unickpt.options import SaveOptions
+from unickpt.options import SaveOptions, take_write_policy
 from unickpt.reading.options import LoadOptions
 from unickpt.runs.arguments import (
     PolicyFields,
@@ -109,8 +109,10 @@ class Checkpointer:
         arguments: dict[str, Any] = {"keep_last": keep_last, "keep": keep, "experts": experts}
         arguments |= {"save_every": save_every, "reuse": reuse, **policies}
         self._options, folder = SaveOptions.or_default(options), StepFolder(root)
+        if (chosen := take_write_policy(arguments)) is not None:
+            self._options = self._options.with_feature(chosen)
         tier = take_tier(folder, local, node_local, arguments, self._options)
-        retention, when, chosen = take_policies(arguments)
+        retention, when = take_policies(arguments)
         self._triggers, self._saved_at = SaveTriggers(when), time.monotonic()
         self._reuses = reuse is not False
         if self._reuses:
@@ -118,8 +120,6 @@ class Checkpointer:
         check_changed(self._options.changed, self._reuses)
         if not isinstance(reuse, bool):
             self._options = replace(self._options, reuse=reuse)
-        if chosen is not None:
-            self._options = self._options.with_feature(chosen)
         refused: dict[str, Any] = {"after": after, "local": local, "node_local": node_local}
         refused |= {"save_every_s": when.seconds, "preemption": when.preemption or None}
         other_roles = roles_of(folder, roles, refused)
@@ -127,7 +127,8 @@ class Checkpointer:
         local_folder = None if tier is None else tier.folder
         self._steps = Steps(folder, retention, local_folder, other_roles, after)
         self._queue = SaveQueue()
-        self._features = RunFeatures(self._options, self._steps.first, self._queue.wait_ended)
+        leaves_out, ended = tier is None or not tier.takes_all, self._queue.wait_ended
+        self._features = RunFeatures(self._options, self._steps.first, ended, leaves_out=leaves_out)
         self._fences = fences_of(optimizers, self._queue.fence)
         self._sigterm: SigtermHandler | None = None
         if when.preemption:

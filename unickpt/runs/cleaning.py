@@ -137,15 +137,15 @@ class Cleaning:
         """
         local_steps = local.committed()
         expendable = set(self._steps.expendable([*root_steps, *local_steps]))
-        expendable -= {*local.needed(local_steps)}
+        needed = {*local.needed(local_steps)}
         for step in reversed(local_steps):
             with self._steps.in_use.removing(step) as is_free:
                 if is_free:
-                    is_newest = step == local_steps[-1]
-                    self._clean_step(local, step, step in expendable, is_newest, in_root)
+                    is_expendable, is_needed = step in expendable - needed, step in needed
+                    self._clean_step(local, step, is_expendable, is_needed, in_root)
 
     def _clean_step(
-        self, local: StepFolder, step: int, is_expendable: bool, is_newest: bool, in_root: set[int]
+        self, local: StepFolder, step: int, is_expendable: bool, is_needed: bool, in_root: set[int]
     ) -> None:
         """Removes a step from the local tier if that no longer needs it."""
         versions = self._steps.versions(step)
@@ -162,7 +162,7 @@ class Cleaning:
             in_root.discard(step)
             if is_expendable:
                 is_expendable = self._remove(self._steps.root, step)
-        if is_expendable or (is_copied and not is_newest):
+        if is_expendable or (is_copied and not is_needed):
             self._remove(local, step)
 
     def remove_abandoned(self) -> None:

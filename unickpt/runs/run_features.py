@@ -36,13 +36,19 @@ class RunFeatures:
         options: of its saves.
         folder: in which steps are saved.
         wait_ended: waits until all saves have ended.
+        leaves_out: as of `Run`.
     """
 
     def __init__(
-        self, options: SaveOptions, folder: StepFolder, wait_ended: Callable[[], None]
+        self,
+        options: SaveOptions,
+        folder: StepFolder,
+        wait_ended: Callable[[], None],
+        *,
+        leaves_out: bool,
     ) -> None:
         self._options = options
-        run = Run(folder.location.is_local, folder.path, wait_ended)
+        run = Run(folder.location.is_local, folder.path, wait_ended, leaves_out)
         parts = ((feature.name, feature.in_run(run)) for feature in options.all_features)
         self.of_run = {name: part for name, part in parts if part is not None}
 

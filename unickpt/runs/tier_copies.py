@@ -256,10 +256,12 @@ class Tier:
     Arguments:
         folder: its steps.
         copying: copies them to the root.
+        takes_all: whether each save writes all units, and only its copy leaves some out.
     """
 
     folder: StepFolder
     copying: Callable[[Steps, Cleaning, BackgroundErrors, SaveOptions], Copying]
+    takes_all: bool = False
 
 
 def copy_version(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -257,7 +257,6 @@ class VersionCopy:
         if self.reader is None or (lent is None and not self.reader.index.bases):
             return self.version.manifest
         context = paths.context()
-        folder = version.copied_folder(self.version.attempt, self.version.name)
         index = replace(self.reader.index, bases=(), borrowed=0, borrowed_xxh3="", reused=0)
         added, changed = list[Database](), dict[str, bytes | None]()
         if lent is None:
@@ -265,8 +264,30 @@ class VersionCopy:
             changed[BORROWED_KEY] = None
         else:
             index, changed = _borrowing(index, lent)
+        return self.rewritten(index, changed, context, added)
+
+    def rewritten(
+        self,
+        index: Index,
+        changed: Mapping[str, bytes | None],
+        context: ts.Context,
+        added: Sequence[Database] = (),
+    ) -> bytes:
+        """Writes a B-tree of the copy that differs from the original's; returns its manifest.
+
+        Arguments:
+            index: of the copy.
+            changed: other values by key; None for a key that the copy lacks.
+            context: for its databases, and those of `added`.
+            added: databases with more values.
+
+        Raises:
+            Failed: the storage failed.
+        """
+        assert self.reader is not None
+        folder = version.copied_folder(self.version.attempt, self.version.name)
         stored = self.reader.chunks.read_key(INDEX_KEY)
-        changed[INDEX_KEY] = index_json.with_references(stored, index)
+        changed = {**changed, INDEX_KEY: index_json.with_references(stored, index)}
         database = Database(self.destination, context)
         draft, manifest_store = database.draft(folder)
         transaction = ts.Transaction(atomic=True)

@@ -195,7 +195,7 @@ def test_a_root_that_is_gone_proves_nothing(tmp_path: Path) -> None:
     [
         ({"local": "l"}, ValueError, "local or node_local, not both"),
         ({"reuse": True}, ValueError, "reuse= refers to earlier steps"),
-        ({"experts": unickpt.SaveOptions}, ValueError, "experts= refers to earlier steps"),
+        ({"experts": unickpt.SaveOptions}, ValueError, "must be Experts"),
         ({"options": SaveOptions(base="c")}, ValueError, "refer to earlier steps"),
         ({"upload_every": 0}, ValueError, "upload_every=0 must be an integer, at least 1"),
         ({"upload_bytes_per_s": -1}, ValueError, "must be a positive number"),
@@ -378,3 +378,25 @@ def test_a_node_that_dies_at_any_moment_costs_at_most_one_step(
         if cluster.path(lost).exists():
             cluster.lose(lost)
         nodes = [node for node in nodes if node != lost] + [f"n{kill + 3}"]
+
+
+def test_a_failed_upload_is_resumed_with_all_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from unickpt.plugins.nodes import uploads
+
+    root, whole = tmp_path / "root", uploads.copy_files
+
+    def failing(*arguments: Any) -> None:
+        monkeypatch.setattr(uploads, "copy_files", whole)
+        raise OSError("the storage failed once")
+
+    monkeypatch.setattr(uploads, "copy_files", failing)
+    with Checkpointer(root, node_local=tmp_path / "node", options=OPTIONS) as run:
+        run.save(1, state(1))
+        with pytest.raises(OSError, match="failed once"):
+            run.wait()
+        run.save(2, state(2))
+    assert Checkpointer(root).steps() == [1, 2]
+    for step in (1, 2):
+        assert unickpt.verify(root / f"step_{step}").ok
