@@ -6,6 +6,7 @@ from collections import Counter
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -124,7 +125,8 @@ def needed(demand: Demand, entry: ArrayEntry, process: int) -> Any:
     return counts
 
 
-@settings(deadline=None, max_examples=400)
+@pytest.mark.integration  # hundreds of layouts
+@settings(deadline=None, max_examples=200)
 @given(cases(), st.integers(0, 1000))
 def test_all_parts_fit_together(case: Any, seed: int) -> None:
     processes, entry, demands = case
