@@ -153,20 +153,27 @@ def compare_parity(arguments: argparse.Namespace) -> None:
             print(f"{way:<8}", ", ".join(texts if way != "without" else texts[:2]))
 
 
-def save_steps(arguments: argparse.Namespace) -> None:
-    """One node: saves its rows of an array in each step, and waits until the step is protected."""
+def begin(
+    arguments: argparse.Namespace,
+) -> tuple[Path, Agreement, unickpt.ProcessGroup, dict[str, LocalFragments]]:
+    """The folder of all nodes, how they agree, their group, and this one's rows of an array."""
     rank, count, folder = arguments.rank, arguments.nodes, Path(arguments.dir)
     rows, agree = arguments.mib << 8, Agreement(folder, rank, count)
     data = np.random.default_rng(rank).integers(0, 256, (rows, 4096), np.uint8)
     box = Box((rank * rows, 0), ((rank + 1) * rows, 4096))
     group = unickpt.ProcessGroup(rank, count, "bench", agree=agree)
+    return folder, agree, group, {"w": LocalFragments((rows * count, 4096), [(box, data)])}
+
+
+def save_steps(arguments: argparse.Namespace) -> None:
+    """One node: saves its rows of an array in each step, and waits until the step is protected."""
+    folder, agree, group, state = begin(arguments)
     parity = None if arguments.way == "without" else (8, 1)
     options = unickpt.SaveOptions(group=group, fsync=False, parity=parity)
-    node, steps = folder / f"node{rank}", list[list[float]]()
+    node, steps = folder / f"node{arguments.rank}", list[list[float]]()
     every = arguments.rounds + 9  # so that nothing is uploaded
     url = folder / "root"
     run = unickpt.Checkpointer(url, options=options, node_local=node, upload_every=every)
-    state = {"w": LocalFragments((rows * count, 4096), [(box, data)])}
     for step in range(1, arguments.rounds + 2):
         agree(0)
         started = time.perf_counter()
@@ -184,16 +191,11 @@ def save_steps(arguments: argparse.Namespace) -> None:
 
 def run_process(arguments: argparse.Namespace) -> None:
     """One node: saves its rows of an array, and waits for the upload."""
-    rank, count, folder = arguments.rank, arguments.nodes, Path(arguments.dir)
-    rows, agree = arguments.mib << 8, Agreement(folder, rank, count)
-    data = np.random.default_rng(rank).integers(0, 256, (rows, 4096), np.uint8)
-    box = Box((rank * rows, 0), ((rank + 1) * rows, 4096))
-    group = unickpt.ProcessGroup(rank, count, "bench", agree=agree)
+    folder, agree, group, state = begin(arguments)
     options = unickpt.SaveOptions(group=group, fsync=False, chunk_bytes=1 << 20)
     is_apart = WAYS[arguments.way] == "node_local"
-    node = folder / (f"node{rank}" if is_apart else "shared")
+    node = folder / (f"node{arguments.rank}" if is_apart else "shared")
     run = unickpt.Checkpointer(arguments.url, options=options, **{WAYS[arguments.way]: node})
-    state = {"w": LocalFragments((rows * count, 4096), [(box, data)])}
     run.save(1, state).result()
     started = time.perf_counter()
     run.wait()

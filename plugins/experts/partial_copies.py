@@ -117,7 +117,8 @@ def copy_selection(
     seen = {layer: counts.seen for layer, counts in record.layers.items()}
     saving = before.saving(chosen, seen, record.keys)
     steps = {key: {**older, **chosen[key]} for key, older in before.steps.items()}
-    return _selection(step.index, keys, chosen, replace(saving, steps=steps))
+    copied = replace(saving, steps=steps, since=record.since, resumed=record.resumed)
+    return _selection(step.index, keys, chosen, copied)
 
 
 def recovered_selection(
