@@ -186,7 +186,7 @@ def moto() -> Iterator[str]:
     from moto.server import ThreadedMotoServer  # slow to import
 
     s3_server.hasten()
-    s3_server.hash_at_once()
+    s3_server.keep_replaced()
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0)
     server.start()
     host, port = server.get_host_and_port()

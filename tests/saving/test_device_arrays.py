@@ -269,6 +269,7 @@ def test_nothing_of_the_program_stays_in_memory(make: Callable[[int], Any], tmp_
     assert jax_transfer._Arriving._bytes == 0
 
 
+@pytest.mark.plugins
 @pytest.mark.parametrize("reuse", [True, "patch"])
 @pytest.mark.parametrize("changed", [None, "tracked"])
 def test_arrays_that_did_not_change(
@@ -286,6 +287,7 @@ def test_arrays_that_did_not_change(
             assert not step or report.written_bytes <= 40_000 + small_bytes
 
 
+@pytest.mark.plugins
 def test_experts_that_take_turns(make: Callable[[int], Any], tmp_path: Path) -> None:
     """Only those whose turn it is are copied."""
     full = jnp.full if make is of_jax else torch.full

@@ -12,18 +12,23 @@ from unittest import mock
 import pytest
 
 
-def hash_at_once() -> None:
-    """Has moto compute an object's ETag when it is made: its answer to a PUT does so too late if
-    another request has replaced the object, and fails."""
+def keep_replaced() -> None:
+    """Has moto keep an object that is replaced until no request needs it: its answers to a PUT and
+    a GET read the object too late, and fail."""
     from moto.s3.models import FakeKey
 
-    make = FakeKey.__init__
+    make, dispose = FakeKey.__init__, FakeKey.dispose
 
     def made(self: Any, *args: Any, **kwargs: Any) -> None:
         make(self, *args, **kwargs)
         _ = self.etag
 
-    FakeKey.__init__ = made
+    def disposed(self: Any, garbage: bool = False) -> None:
+        self.disposed = True
+        if garbage:  # nobody has it any more
+            dispose(self)
+
+    FakeKey.__init__, FakeKey.dispose = made, disposed
 
 
 def hasten() -> None:
