@@ -64,12 +64,19 @@ def mounted(kind: str, work: Path, endpoint: str) -> Iterator[Path]:
         KINDS[kind](work, folder, endpoint, stack)
         if not os.path.ismount(folder):
             raise NoMount(f"{folder} is not mounted")
+        stack.callback(_unmount, folder)  # before the processes that it needs end
         yield folder
 
 
 def _unmount(folder: Path) -> None:
-    if os.path.ismount(folder):
-        subprocess.run(["umount", "--lazy", str(folder)], check=True, timeout=60)
+    """Unmounts, unless the file system's own process does so as it ends."""
+    if not os.path.ismount(folder):
+        return
+    try:
+        run("umount", "--lazy", folder)
+    except NoMount:
+        if os.path.ismount(folder):
+            raise
 
 
 def _image(mkfs: str, megabytes: int, *mount: str) -> Mount:
