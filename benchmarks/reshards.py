@@ -124,7 +124,7 @@ def torch_rank(folder: Path) -> dict[str, int]:
     import unickpt
     from unickpt.format.ocdbt_reader import OcdbtReader
     from unickpt.format.reader import Request
-    from unickpt.reading import node_read
+    from unickpt.plugins.exchange import node_read
 
     store = f"file://{folder / 'torch-store'}"
     rank = int(os.environ["RANK"])

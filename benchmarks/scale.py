@@ -40,7 +40,7 @@ from unickpt.commit.messages import CHUNK_DTYPE, Record
 from unickpt.format import chunk_grid, codec, index_json
 from unickpt.format.index import ArrayEntry, Index
 from unickpt.frameworks.process_group import ProcessGroup
-from unickpt.reading.layout_schedule import Demand, JobPlan, LayoutPlan
+from unickpt.plugins.exchange.layout_schedule import Demand, JobPlan, LayoutPlan
 from unickpt.reading.recipes import Unchanged
 from unickpt.storage import paths
 

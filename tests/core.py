@@ -26,7 +26,7 @@ SCHEMES = ("__init__.py", "file.py", "gs.py", "memory.py", "s3.py")
 """What stays of `backends/`."""
 GONE = (
     *("codecs", "commands", "encodings", "features", "formats", "names", "references", "refusals"),
-    *("restorers", "tiers", "values", "writers"),
+    *("reads", "restorers", "tiers", "values", "writers"),
 )
 """The groups of entry points that lose all of theirs."""
 TESTS = (

@@ -79,6 +79,9 @@ DOORS = {
     "encodings": {
         "auto": "unickpt.plugins.compress:Auto",
     },
+    "reads": {
+        "exchange": "unickpt.plugins.exchange",
+    },
     "references": {
         "incremental": "unickpt.plugins.incremental:Incremental",
     },

@@ -30,6 +30,7 @@ Group = Literal[
     "formats",
     "names",
     "presets",
+    "reads",
     "references",
     "refusals",
     "restorers",
@@ -49,6 +50,7 @@ _ASKED: Mapping[Group, tuple[str, ...]] = {
     "formats": ("HINTS", "open"),
     "names": (),  # public names of unickpt that the core does not have
     "presets": ("__path__",),
+    "reads": ("in_job", "on_node"),
     "references": ("__call__",),
     "refusals": ("refusal",),
     "restorers": ("__call__",),

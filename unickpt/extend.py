@@ -40,7 +40,7 @@ from unickpt.features import FileObserver, PhaseObserver, Run, RunFeature, SaveC
 from unickpt.format.borrowed import LEAST_USED as LEAST_REUSED
 from unickpt.format.borrowed import MOST_BASES
 from unickpt.format.borrowed import name_of as base_name
-from unickpt.format.chunk_grid import Part, chunk_keys, numbered_parts
+from unickpt.format.chunk_grid import Part, chunk_count, chunk_keys, numbered_parts
 from unickpt.format.chunk_grid import parts as parts_of_array
 from unickpt.format.chunk_grid import parts_of as parts_of_boxes
 from unickpt.format.chunk_values import Value as ChunkValue
@@ -210,6 +210,7 @@ from unickpt.write_filter import ArrayUnits, Earlier, Selection, Unit, Units, Wr
 
 if _CHECKING:
     from unickpt.adapters.torch_optimizer import NamedOptimizer
+    from unickpt.arrays.index_map import Dim, linear_index
     from unickpt.arrays.saved_arrays import MeshFacts, MeshKey, SavedArrays
     from unickpt.commit import progress_reports
     from unickpt.commit.lease import Lease
@@ -229,8 +230,23 @@ if _CHECKING:
     from unickpt.format.writers import OWN as OWN_FORMAT
     from unickpt.format.writers import chosen as chosen_format
     from unickpt.format.writers import make_writer, register_writer, unregister_writer
-    from unickpt.reading.shared_read import Exchange as SharedRound
-    from unickpt.reading.shared_read import SharedChunk, Transport
+    from unickpt.frameworks.members import Members
+    from unickpt.frameworks.process_group import launched_index, launched_together
+    from unickpt.frameworks.protocol import ArrayTarget
+    from unickpt.reading.array_reader import (
+        Filled,
+        Job,
+        LoadCounts,
+        ReadArrays,
+        read_arrays,
+    )
+    from unickpt.reading.array_reader import prepare as prepare_buffers
+    from unickpt.reading.array_reader import slots_of as boxes_to_fill
+    from unickpt.reading.chunk_reader import ChunkReader, Task
+    from unickpt.reading.read_plan import ChunkRead, Consumer
+    from unickpt.reading.read_plan import by_chunk as consumers_by_chunk
+    from unickpt.reading.recipes import ElementSource, Unchanged
+    from unickpt.reading.shared_reads import SharedReads
     from unickpt.rules.in_memory import apply as apply_rules
     from unickpt.rules.in_memory import elements as ruled_elements
     from unickpt.rules.in_memory import facts_of, stored_leaves
@@ -277,62 +293,65 @@ if _CHECKING:
 
 __all__ = [
     "ADDED_FOLDER", "ATTEMPTS_FOLDER", "Adapter", "Array", "ArrayEntry", "ArraySource",
-    "ArrayTable", "ArrayUnits", "BaseEntry", "BlockType", "Box", "Buffered", "ByteRange",
-    "CHUNK_BYTES", "CONVERSION_METADATA", "CheckedFiles", "ChecksummedRange", "ChunkStore",
-    "ChunkValue", "Claim", "Codec", "Column", "Compared", "ComparedViews", "DType", "Damaged",
-    "Data", "DataReference", "DescribedSave", "Door", "DraftReport", "Earlier", "Elements",
-    "EncodedChunk", "EncodedValue", "Encoding", "EncodingPolicy", "Ending", "Expansion", "Extra",
-    "Failed", "FileBox", "FileObserver", "FileRange", "FileView", "Files", "Format", "Fragment",
-    "FragmentGrid", "GridBand", "Hints", "HostBuffers", "IN_ROOT", "Index", "JoinedParts", "Key",
-    "KvStore", "LEAST_REUSED", "LINKED_FOLDER", "Layout", "Leaf", "LeafFact", "LeafKind", "Lease",
-    "LeaseUse", "LeavesOut", "Listed", "LoadRequest", "LocalLocation", "Location", "MANIFEST",
-    "MAX_DEPTH", "MOST_BASES", "MOST_COMPRESSED_BYTES", "MOST_FRAGMENTS_SHOWN", "MadeLeaf",
-    "MemoryBudget", "MemoryWindow", "Mesh", "MeshFacts", "MeshKey", "NOTHING_HERE",
-    "NamedOptimizer", "NeedsElements", "Node", "NotDecodable", "Notes", "ORPHANS_LOCK",
-    "OWN_FORMAT", "ObservedReport", "OcdbtDatabase", "OcdbtReader", "OfEachProcess", "Opaque",
-    "Orphan", "OrphanSearch", "PYTHON_TYPES", "ParallelMap", "Part", "PartialCopy", "PathLike",
-    "PhaseObserver", "Plain", "Plan", "PlannedFile", "Pool", "Progress", "Provenance",
-    "REPLACED_METADATA", "RESERVED_METADATA", "RangeReader", "Reader", "ReferencePolicy",
-    "ReferenceSource", "RegularFiles", "Request", "Restorer", "Retention", "RuledView",
-    "RulesCheck", "Run", "RunFeature", "SAVE_PHASES", "STORED_TYPES", "SaveCall", "SaveCallbacks",
-    "SaveEncoder", "SaveFeature", "SaveQueue", "SaveRequest", "SaveTask", "SavedArrays",
-    "SavedOnly", "Scheme", "ScratchMemory", "Sections", "Selection", "SerialExecutor", "Settled",
-    "SeveralCheckpoints", "SharedChunk", "SharedRound", "Skipped", "SlabReads", "Source",
-    "StepFolder", "StorageFuture", "StoredChunk", "StoredType", "StoredView", "Taken",
-    "TensorSource", "Tier", "TierCopying", "Timing", "Transport", "Unit", "UnitSteps", "Units",
-    "ValuePlaces", "Version", "View", "WHOLE_BOXES", "WriteFilter", "WriteItem", "Writer",
-    "WritingSave", "absolute_path", "adapter_of", "adapters", "all_gather_bytes", "apply_rules",
-    "asking_storage", "barrier", "base_name", "begin_flush", "bytes_of_chunk", "bytes_on_disk",
-    "changed_repr", "check_boxes", "check_rest", "check_written", "checkpoints_below",
-    "child_names", "children_by_key", "chosen_format", "chunk_digest", "chunk_keys",
-    "close_quietly", "closing_file", "combined_crc32", "common_codec", "compressed_chunk",
-    "conversion_budgets", "convertible", "copy_files", "counted", "current_group", "cut_box",
-    "decode_per_process", "dict_node", "dtype_and_shape", "dtype_from_name", "dtype_kind",
-    "dtype_name", "encode_per_process", "encoding_of", "entry_of_box", "entry_of_boxes",
-    "every_door", "expand_leaf", "facts_of", "fences_of", "find_door", "find_orphans",
-    "finite_or_text", "first_few", "flat_range_to_boxes", "flatten_state", "flatten_tree",
-    "folders_below", "folders_with", "format_named", "fragment_count", "fragment_grids",
-    "grid_band_text", "group_of_one", "has_fixed_size", "has_known_factory", "html_page",
-    "html_table", "in_batches", "is_array", "is_plain", "is_plain_kind", "is_saved_as_leaf",
-    "job_group", "join_names", "keys_of_leaves", "layout_text", "leaf_text", "leaves_of_tree",
-    "leaves_of_view", "leaving_out", "loaded_together", "local_folders", "lost_boxes",
-    "make_writer", "members_of", "meshes_of", "moments_among", "name_component", "name_matches",
-    "natural_key", "new_session", "numbered_parts", "on_process_0", "open_own", "open_reader",
-    "opened_checkpoint", "other_folders", "parsed_types", "parts_of_array", "parts_of_boxes",
-    "plain_length", "plain_to_json", "plan_load", "plan_rules", "printable", "process_names",
-    "progress_reports", "put_nested", "quoted", "raw_chunk", "read_boxes", "read_file_box",
-    "read_full_chunk", "read_into", "reading", "reading_again", "reading_checkpoint",
-    "reading_failed", "rebuild_tree", "refuse_checkpoint", "refuse_unknown", "register_codec",
-    "register_format", "register_scheme", "register_writer", "remove_checkpoint",
-    "replace_in_place", "reporting", "resolve_path", "restore_replaced", "room_text", "row_major",
-    "rule_exprs_of", "ruled_elements", "save_in_background", "settle_future", "shape_text",
-    "shortened", "shown_text", "size_text", "step_before", "step_metrics", "storage_context",
-    "stored_chunk_bytes", "stored_leaf", "stored_leaves", "stored_unit_steps", "storing_hint",
-    "strided_view", "structure_of", "sync_folder", "system_calls", "take_retention",
-    "terminal_options", "terminal_output", "terminal_tables", "text_file", "tree_from_json",
-    "tree_from_names", "tree_to_json", "tree_with_values", "tree_without", "unickpt_version",
-    "unregister_codec", "unregister_format", "unregister_writer", "unwrapped", "version_at",
-    "within", "write_streamed", "writing", "writing_failed", "written_in_data_file", "zarr_dtype",
+    "ArrayTable", "ArrayTarget", "ArrayUnits", "BaseEntry", "BlockType", "Box", "Buffered",
+    "ByteRange", "CHUNK_BYTES", "CONVERSION_METADATA", "CheckedFiles", "ChecksummedRange",
+    "ChunkRead", "ChunkReader", "ChunkStore", "ChunkValue", "Claim", "Codec", "Column", "Compared",
+    "ComparedViews", "Consumer", "DType", "Damaged", "Data", "DataReference", "DescribedSave",
+    "Dim", "Door", "DraftReport", "Earlier", "ElementSource", "Elements", "EncodedChunk",
+    "EncodedValue", "Encoding", "EncodingPolicy", "Ending", "Expansion", "Extra", "Failed",
+    "FileBox", "FileObserver", "FileRange", "FileView", "Files", "Filled", "Format", "Fragment",
+    "FragmentGrid", "GridBand", "Hints", "HostBuffers", "IN_ROOT", "Index", "Job", "JoinedParts",
+    "Key", "KvStore", "LEAST_REUSED", "LINKED_FOLDER", "Layout", "Leaf", "LeafFact", "LeafKind",
+    "Lease", "LeaseUse", "LeavesOut", "Listed", "LoadCounts", "LoadRequest", "LocalLocation",
+    "Location", "MANIFEST", "MAX_DEPTH", "MOST_BASES", "MOST_COMPRESSED_BYTES",
+    "MOST_FRAGMENTS_SHOWN", "MadeLeaf", "Members", "MemoryBudget", "MemoryWindow", "Mesh",
+    "MeshFacts", "MeshKey", "NOTHING_HERE", "NamedOptimizer", "NeedsElements", "Node",
+    "NotDecodable", "Notes", "ORPHANS_LOCK", "OWN_FORMAT", "ObservedReport", "OcdbtDatabase",
+    "OcdbtReader", "OfEachProcess", "Opaque", "Orphan", "OrphanSearch", "PYTHON_TYPES",
+    "ParallelMap", "Part", "PartialCopy", "PathLike", "PhaseObserver", "Plain", "Plan",
+    "PlannedFile", "Pool", "Progress", "Provenance", "REPLACED_METADATA", "RESERVED_METADATA",
+    "RangeReader", "ReadArrays", "Reader", "ReferencePolicy", "ReferenceSource", "RegularFiles",
+    "Request", "Restorer", "Retention", "RuledView", "RulesCheck", "Run", "RunFeature",
+    "SAVE_PHASES", "STORED_TYPES", "SaveCall", "SaveCallbacks", "SaveEncoder", "SaveFeature",
+    "SaveQueue", "SaveRequest", "SaveTask", "SavedArrays", "SavedOnly", "Scheme", "ScratchMemory",
+    "Sections", "Selection", "SerialExecutor", "Settled", "SeveralCheckpoints", "SharedReads",
+    "Skipped", "SlabReads", "Source", "StepFolder", "StorageFuture", "StoredChunk", "StoredType",
+    "StoredView", "Taken", "Task", "TensorSource", "Tier", "TierCopying", "Timing", "Unchanged",
+    "Unit", "UnitSteps", "Units", "ValuePlaces", "Version", "View", "WHOLE_BOXES", "WriteFilter",
+    "WriteItem", "Writer", "WritingSave", "absolute_path", "adapter_of", "adapters",
+    "all_gather_bytes", "apply_rules", "asking_storage", "barrier", "base_name", "begin_flush",
+    "boxes_to_fill", "bytes_of_chunk", "bytes_on_disk", "changed_repr", "check_boxes", "check_rest",
+    "check_written", "checkpoints_below", "child_names", "children_by_key", "chosen_format",
+    "chunk_count", "chunk_digest", "chunk_keys", "close_quietly", "closing_file", "combined_crc32",
+    "common_codec", "compressed_chunk", "consumers_by_chunk", "conversion_budgets", "convertible",
+    "copy_files", "counted", "current_group", "cut_box", "decode_per_process", "dict_node",
+    "dtype_and_shape", "dtype_from_name", "dtype_kind", "dtype_name", "encode_per_process",
+    "encoding_of", "entry_of_box", "entry_of_boxes", "every_door", "expand_leaf", "facts_of",
+    "fences_of", "find_door", "find_orphans", "finite_or_text", "first_few", "flat_range_to_boxes",
+    "flatten_state", "flatten_tree", "folders_below", "folders_with", "format_named",
+    "fragment_count", "fragment_grids", "grid_band_text", "group_of_one", "has_fixed_size",
+    "has_known_factory", "html_page", "html_table", "in_batches", "is_array", "is_plain",
+    "is_plain_kind", "is_saved_as_leaf", "job_group", "join_names", "keys_of_leaves",
+    "launched_index", "launched_together", "layout_text", "leaf_text", "leaves_of_tree",
+    "leaves_of_view", "leaving_out", "linear_index", "loaded_together", "local_folders",
+    "lost_boxes", "make_writer", "members_of", "meshes_of", "moments_among", "name_component",
+    "name_matches", "natural_key", "new_session", "numbered_parts", "on_process_0", "open_own",
+    "open_reader", "opened_checkpoint", "other_folders", "parsed_types", "parts_of_array",
+    "parts_of_boxes", "plain_length", "plain_to_json", "plan_load", "plan_rules", "prepare_buffers",
+    "printable", "process_names", "progress_reports", "put_nested", "quoted", "raw_chunk",
+    "read_arrays", "read_boxes", "read_file_box", "read_full_chunk", "read_into", "reading",
+    "reading_again", "reading_checkpoint", "reading_failed", "rebuild_tree", "refuse_checkpoint",
+    "refuse_unknown", "register_codec", "register_format", "register_scheme", "register_writer",
+    "remove_checkpoint", "replace_in_place", "reporting", "resolve_path", "restore_replaced",
+    "room_text", "row_major", "rule_exprs_of", "ruled_elements", "save_in_background",
+    "settle_future", "shape_text", "shortened", "shown_text", "size_text", "step_before",
+    "step_metrics", "storage_context", "stored_chunk_bytes", "stored_leaf", "stored_leaves",
+    "stored_unit_steps", "storing_hint", "strided_view", "structure_of", "sync_folder",
+    "system_calls", "take_retention", "terminal_options", "terminal_output", "terminal_tables",
+    "text_file", "tree_from_json", "tree_from_names", "tree_to_json", "tree_with_values",
+    "tree_without", "unickpt_version", "unregister_codec", "unregister_format", "unregister_writer",
+    "unwrapped", "version_at", "within", "write_streamed", "writing", "writing_failed",
+    "written_in_data_file", "zarr_dtype",
 ]  # fmt: skip
 
 # Imported on first use. What `import unickpt` needs anyway is imported above.
@@ -356,7 +375,18 @@ _LATER = {
         "OWN as OWN_FORMAT, chosen as chosen_format, make_writer, register_writer, "
         "unregister_writer"
     ),
-    "reading.shared_read": "Exchange as SharedRound, SharedChunk, Transport",
+    "arrays.index_map": "Dim, linear_index",
+    "frameworks.members": "Members",
+    "frameworks.process_group": "launched_index, launched_together",
+    "frameworks.protocol": "ArrayTarget",
+    "reading.array_reader": (
+        "Filled, Job, LoadCounts, ReadArrays, prepare as prepare_buffers, read_arrays, "
+        "slots_of as boxes_to_fill"
+    ),
+    "reading.chunk_reader": "ChunkReader, Task",
+    "reading.read_plan": "ChunkRead, Consumer, by_chunk as consumers_by_chunk",
+    "reading.recipes": "ElementSource, Unchanged",
+    "reading.shared_reads": "SharedReads",
     "rules.in_memory": "apply as apply_rules, elements as ruled_elements, facts_of, stored_leaves",
     "rules.observed": "DraftReport, ObservedReport, RulesCheck",
     "rules.plan": "Fact as LeafFact, LeafKind, Made as MadeLeaf",

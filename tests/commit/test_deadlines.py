@@ -96,6 +96,7 @@ def test_a_process_asks_alone(kind: str, rank: int, processes: Processes, tmp_pa
     assert f"process {rank} of 2 waited for {who}" in error
 
 
+@pytest.mark.plugins
 @pytest.mark.parametrize(("kind", "rank"), [("torch", 0), ("torch", 1), ("jax", 0), ("jax", 1)])
 def test_a_process_loads_alone(kind: str, rank: int, processes: Processes, tmp_path: Path) -> None:
     unickpt.save(tmp_path / "there", {"w": 1})

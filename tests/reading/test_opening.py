@@ -145,6 +145,7 @@ def test_verify_of_what_is_replaced_meanwhile_tells_no_damage(
     assert not left
 
 
+@pytest.mark.plugins
 @pytest.mark.parametrize("removed", [False, True])
 def test_processes_that_exchange_never_mix_two_checkpoints(
     removed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -10,6 +10,7 @@ from dataclasses import replace
 from functools import cache
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict, Unpack, overload
 
+from unickpt import doors
 from unickpt.arrays.names import natural
 from unickpt.errors import LoadMismatch
 from unickpt.format.index import RESERVED, ArrayEntry
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
     from typing_extensions import TypeVar
 
     from unickpt.frameworks.sections import StoredValue
+    from unickpt.reading.shared_reads import SharedReads
 
     T = TypeVar("T", default=Any)  # without `like`
 
@@ -471,9 +473,8 @@ def _reading(
     if options.exchange:
         group = within(options.group or current_group(among), options.timeout_s)
         if group.count > 1:
-            from unickpt.reading.collective_read import exchanging  # only where it is requested
-
-            with exchanging(group, options, counts) as read:
+            shared: SharedReads = doors.need("reads", "exchange")
+            with shared.in_job(group, options, counts) as read:
                 yield read
             return
     with ExitStack() as stack:
@@ -493,7 +494,8 @@ def _read_here(
     """Reads alone; distributed arrays, together with the other processes of this node."""
     is_spread = options.exchange is None and any(job.processes > 1 for job in jobs)
     if is_spread and launched_together(options.group) > 1:
-        from unickpt.reading.node_read import read_on_node  # only if there are others
-
-        return read_on_node(stored, jobs, options, filled)
+        door = doors.find("reads", "exchange")
+        if door is not None:
+            shared: SharedReads = door.open()
+            return shared.on_node(stored, jobs, options, filled)
     return read_arrays(stored, jobs, options, filled=filled)

@@ -18,14 +18,18 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
-from unickpt.arrays.box import Box
-from unickpt.arrays.index_map import Dim, linear_index
-from unickpt.arrays.layout import Layout, Mesh
-from unickpt.format import chunk_grid
-from unickpt.format.chunk_grid import Part
-from unickpt.format.index import ArrayEntry
-from unickpt.reading.recipes import ElementSource, Unchanged
-from unickpt.reading.shared_read import SharedChunk, moved_bytes
+from unickpt.extend import (
+    ArrayEntry,
+    Dim,
+    ElementSource,
+    Part,
+    Unchanged,
+    chunk_count,
+    linear_index,
+    numbered_parts,
+)
+from unickpt.plugins.exchange.shared_read import SharedChunk, moved_bytes
+from unickpt.types import Box, Layout, Mesh
 
 Numbers = np.ndarray[Any, np.dtype[np.int64]]
 
@@ -487,7 +491,7 @@ class LayoutPlan:
                     pieces.append((which, place))
         self._parts, self._begins = list[_PlannedPart](), [0]
         rows, sizes = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
-        for first, part in chunk_grid.numbered_parts(entry) if pieces else ():
+        for first, part in numbered_parts(entry) if pieces else ():
             common = [box for box in map(part.box.intersect, self._boxes) if box is not None]
             if not common:
                 continue
@@ -654,7 +658,7 @@ class JobPlan(Generic[PlanT]):
                 self.counts[entry.name] = len(array_plan.rows)
                 self._entries.append(entry)
                 self._firsts.append(self.end)
-            self.end += chunk_grid.chunk_count(entry)
+            self.end += chunk_count(entry)
 
     def round_end(self, start: int) -> int:
         """The latest place at which a round can end that starts at a place."""

@@ -20,7 +20,7 @@ from mmap import ACCESS_READ, ACCESS_WRITE, mmap
 
 import numpy as np
 
-from unickpt.arrays.dtypes import Array
+from unickpt.extend import Array
 
 _MOST_PROCESSES = 64
 _MOST_BYTES = 1 << 30  # of a message

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from unickpt.arrays.layout import Layout, Mesh
 from unickpt.format import chunk_grid
 from unickpt.format.index import ArrayEntry
-from unickpt.reading.layout_schedule import Demand, DimensionMap, JobPlan, LayoutPlan
+from unickpt.plugins.exchange.layout_schedule import Demand, DimensionMap, JobPlan, LayoutPlan
 from unickpt.reading.recipes import MappedSource, Unchanged, whole_dims
 
 SHAPES = st.lists(st.integers(0, 13), min_size=0, max_size=3).map(tuple)

@@ -27,17 +27,22 @@ from typing import Any
 
 import msgspec
 
-from unickpt._version import __version__
-from unickpt.arrays import dtypes
-from unickpt.arrays.box import Box
-from unickpt.arrays.dtypes import Array
-from unickpt.format.reader import Reader
-from unickpt.frameworks.process_group import launched_index, launched_together
-from unickpt.reading.array_reader import Filled, Job, read_arrays
-from unickpt.reading.chunk_reader import ChunkReader
-from unickpt.reading.node_rendezvous import Arrival, Rendezvous, RendezvousEnded, can_meet
-from unickpt.reading.options import LoadOptions
-from unickpt.reading.shared_read import (
+from unickpt import LoadOptions
+from unickpt.extend import (
+    Array,
+    ChunkReader,
+    Filled,
+    Job,
+    Reader,
+    dtype_from_name,
+    in_batches,
+    launched_index,
+    launched_together,
+    read_arrays,
+    unickpt_version,
+)
+from unickpt.plugins.exchange.node_rendezvous import Arrival, Rendezvous, RendezvousEnded, can_meet
+from unickpt.plugins.exchange.shared_read import (
     Exchange,
     Rounds,
     SharedChunk,
@@ -48,7 +53,7 @@ from unickpt.reading.shared_read import (
     wanted_chunks,
     wants_of,
 )
-from unickpt.threads import in_batches
+from unickpt.types import Box
 
 _log = logging.getLogger("unickpt")
 
@@ -73,7 +78,7 @@ _REPORT = msgspec.json.Decoder(tuple[Wants, int, int])
 _SECONDS = struct.Struct("<d")
 
 
-def read_on_node(
+def on_node(
     stored: Reader, jobs: Sequence[Job], options: LoadOptions, filled: Filled
 ) -> dict[str, Any]:
     """As `read_arrays`, together with the other processes of this node where that reads less."""
@@ -117,7 +122,9 @@ class _NodeRead:
             RendezvousEnded: the processes cannot meet, or no longer are together.
         """
         stored, options, index = self.stored, self.options, self.stored.index
-        purpose = f"{__version__} {index.attempt} {index.created} {options.verify} {stored.under}"
+        purpose = (
+            f"{unickpt_version} {index.attempt} {index.created} {options.verify} {stored.under}"
+        )
         patience_s = _PATIENCE_S if _is_slow(stored) else min(_PATIENCE_S, mine / _PATIENCE_BYTES)
         counts = self.filled.counts
         most, timeout_s = _ALONE_BYTES, min(options.timeout_s, _TIMEOUT_S)
@@ -269,5 +276,5 @@ class SharedMemory:
         third, offset = self._places[chunk.key]
         begin = third * self._round_bytes + offset
         bits = self._memory[chunk.owner][begin : begin + chunk.nbytes]
-        data = bits.view(dtypes.from_name(chunk.entry.dtype)).reshape(chunk.box.shape)
+        data = bits.view(dtype_from_name(chunk.entry.dtype)).reshape(chunk.box.shape)
         return [(chunk.box, data)]

@@ -14,13 +14,9 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from unickpt.arrays.box import Box
-from unickpt.arrays.layout import Layout, Mesh
-from unickpt.frameworks.members import Members
-from unickpt.frameworks.process_group import Group, members_of
-from unickpt.frameworks.protocol import ArrayTarget
-from unickpt.reading.array_reader import Job
-from unickpt.reading.layout_schedule import Demand, devices_of
+from unickpt.extend import ArrayTarget, Job, Members, members_of
+from unickpt.plugins.exchange.layout_schedule import Demand, devices_of
+from unickpt.types import Box, Group, Layout, Mesh
 
 
 class MeshDescription(msgspec.Struct, array_like=True):

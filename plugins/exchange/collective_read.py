@@ -8,7 +8,7 @@ need. Then they exchange, in rounds, boxes of the chunks that they have read (`s
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import cached_property
 from itertools import accumulate
@@ -17,9 +17,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from unickpt.arrays import dtypes
-from unickpt.arrays.box import Box
-from unickpt.arrays.dtypes import Array
+from unickpt import LoadOptions
 from unickpt.errors import (
     CheckpointCorrupt,
     CheckpointNotFound,
@@ -27,16 +25,23 @@ from unickpt.errors import (
     ProcessFailed,
     SaveTimeout,
 )
-from unickpt.format.index import ArrayEntry
-from unickpt.format.reader import Reader
-from unickpt.frameworks.members import named
-from unickpt.frameworks.process_group import Group, all_gather_bytes, members_of
-from unickpt.progress import ProgressFunction, nothing, reporting
-from unickpt.reading.array_reader import Filled, Job, LoadCounts, ReadArrays
-from unickpt.reading.demands import DemandDescription, Demands
-from unickpt.reading.layout_schedule import ArrayPlan, JobPlan, LayoutPlan, WantedPlan
-from unickpt.reading.options import LoadOptions
-from unickpt.reading.shared_read import (
+from unickpt.extend import (
+    Array,
+    ArrayEntry,
+    Filled,
+    Job,
+    LoadCounts,
+    ReadArrays,
+    Reader,
+    all_gather_bytes,
+    dtype_from_name,
+    members_of,
+    process_names,
+    reporting,
+)
+from unickpt.plugins.exchange.demands import DemandDescription, Demands
+from unickpt.plugins.exchange.layout_schedule import ArrayPlan, JobPlan, LayoutPlan, WantedPlan
+from unickpt.plugins.exchange.shared_read import (
     Exchange,
     SharedChunk,
     SharedRead,
@@ -45,6 +50,7 @@ from unickpt.reading.shared_read import (
     assign,
     wants_of,
 )
+from unickpt.types import Box, Group
 
 _LOADING = "loading"
 _ALIGN = 16  # bytes
@@ -66,7 +72,7 @@ _SAME: Mapping[str, type[Exception]] = {
 
 
 @contextmanager
-def exchanging(group: Group, options: LoadOptions, counts: LoadCounts) -> Iterator[ReadArrays]:
+def in_job(group: Group, options: LoadOptions, counts: LoadCounts) -> Iterator[ReadArrays]:
     """The function that reads arrays for all processes of a job together.
 
     If one process fails before it is called, the others learn of it.
@@ -111,7 +117,7 @@ class _Messages:
 
     def views(self, data: Array, chunk: SharedChunk) -> list[tuple[Box, Array]]:
         """The boxes of a chunk in the bytes of all messages."""
-        dtype, boxes = dtypes.from_name(chunk.entry.dtype), []
+        dtype, boxes = dtype_from_name(chunk.entry.dtype), []
         for box, process, offset in self._boxes.get(chunk.key, ()):
             begin = self.starts[process] + offset
             bits = data[begin : begin + box.size * dtype.itemsize]
@@ -168,7 +174,7 @@ class _JobRead:
         self.group, self.index, self._options = group, group.index, options
         self._counts, self.waiting = counts, Waiting(counts, group.index)
         self._has_reported = False
-        self.progress: ProgressFunction = nothing
+        self.progress: Callable[[int, int], None] | None = None
         self._ends = deque[int]()  # of rounds that have not begun
         self._last_end = 0
 
@@ -266,7 +272,7 @@ class _JobRead:
                 raise error
             kind, text = failure
             made = _SAME.get(kind, ProcessFailed)
-            who = named(members_of(self.group), [process])
+            who = process_names(members_of(self.group), [process])
             raise made(f"{who} failed: {kind}: {text}") from error
         return [theirs for _, theirs, _ in every]
 

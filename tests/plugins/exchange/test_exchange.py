@@ -30,8 +30,8 @@ from unickpt import (
 )
 from unickpt.errors import ProcessFailed
 from unickpt.format import index
+from unickpt.plugins.exchange.shared_read import Waiting, moved_bytes, schedule
 from unickpt.reading.array_reader import LoadCounts
-from unickpt.reading.shared_read import Waiting, moved_bytes, schedule
 from unickpt.testing.thread_groups import Threads
 from unickpt.types import Box, LocalFragments
 
@@ -434,7 +434,7 @@ def test_any_layout_into_any_other(processes: Processes, tmp_path: Path) -> None
             import torch, torch.distributed as dist
             from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
             from torch.distributed.tensor import Replicate, Shard, distribute_tensor, empty
-            from unickpt.reading import collective_read
+            from unickpt.plugins.exchange import collective_read
 
             dist.init_process_group("gloo")
             rank, rows, columns, copies = dist.get_rank(), Shard(0), Shard(1), Replicate()

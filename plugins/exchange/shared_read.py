@@ -14,17 +14,26 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
-from unickpt.arrays.box import Box
-from unickpt.arrays.dtypes import Array
-from unickpt.format import chunk_grid
-from unickpt.format.chunk_grid import Part
-from unickpt.format.index import ArrayEntry
-from unickpt.format.reader import Reader
-from unickpt.reading.array_reader import Filled, Job, LoadCounts, prepare, slots_of
-from unickpt.reading.chunk_reader import ChunkReader, Task
-from unickpt.reading.options import LoadOptions
-from unickpt.reading.read_plan import ChunkRead, Consumer, by_chunk
-from unickpt.reading.recipes import Unchanged
+from unickpt import LoadOptions
+from unickpt.extend import (
+    Array,
+    ArrayEntry,
+    ChunkRead,
+    ChunkReader,
+    Consumer,
+    Filled,
+    Job,
+    LoadCounts,
+    Part,
+    Reader,
+    Task,
+    Unchanged,
+    boxes_to_fill,
+    consumers_by_chunk,
+    numbered_parts,
+    prepare_buffers,
+)
+from unickpt.types import Box
 
 Wants = dict[str, list[Box]]
 """Boxes of stored arrays, by name; processes exchange them as JSON."""
@@ -34,7 +43,7 @@ def wants_of(jobs: Iterable[Job]) -> Wants:
     """The boxes that this process needs."""
     wants: dict[str, dict[Box, None]] = {}
     for job in jobs:
-        for slot in slots_of(job):
+        for slot in boxes_to_fill(job):
             for source in slot.recipe.sources:
                 needed = source.within(slot.box)
                 boxes = () if needed is None else needed.boxes
@@ -71,7 +80,7 @@ def wanted_chunks(
     entry: ArrayEntry, wants: Sequence[Wants]
 ) -> Iterator[tuple[Part, int, int, dict[int, list[Box]]]]:
     """The needed chunks of an array: part, number, row, and the boxes that each process needs."""
-    for first, part in chunk_grid.numbered_parts(entry):
+    for first, part in numbered_parts(entry):
         boxes_by_chunk: dict[int, dict[int, list[Box]]] = {}
         for process, of_process in enumerate(wants):
             for box in of_process.get(entry.name, ()):
@@ -361,10 +370,10 @@ class SharedRead:
         """The memory of a job's targets; allocates it on first use, and fills in elements that need
         no chunk."""
         if filling.buffers is None:
-            filling.buffers, by_array = prepare(self._stored, filling.job, self._verify)
+            filling.buffers, by_array = prepare_buffers(self._stored, filling.job, self._verify)
             for name, (entry, consumers) in by_array.items():
-                for first, part in chunk_grid.numbered_parts(entry):
-                    for number, which in by_chunk(part, consumers).items():
+                for first, part in numbered_parts(entry):
+                    for number, which in consumers_by_chunk(part, consumers).items():
                         filling.consumers[name, first + number] = [consumers[w] for w in which]
         return filling.buffers
 

@@ -27,11 +27,11 @@ import unickpt
 from unickpt import CheckpointCorrupt, LoadMismatch, LoadOptions, SaveOptions
 from unickpt.format import chunk_grid, index
 from unickpt.frameworks import leaves
-from unickpt.reading import node_read
+from unickpt.plugins.exchange import node_read
+from unickpt.plugins.exchange.node_read import SharedMemory
+from unickpt.plugins.exchange.node_rendezvous import Arrival, Rendezvous, RendezvousEnded
+from unickpt.plugins.exchange.shared_read import Waiting, schedule
 from unickpt.reading.array_reader import LoadCounts
-from unickpt.reading.node_read import SharedMemory
-from unickpt.reading.node_rendezvous import Arrival, Rendezvous, RendezvousEnded
-from unickpt.reading.shared_read import Waiting, schedule
 from unickpt.types import Box, LocalFragments
 
 SMALL = SaveOptions(chunk_bytes=1 << 10, fsync=False)
@@ -341,7 +341,7 @@ def test_those_who_read_alone_go_on_together_once_the_last_comes(
 def test_without_shared_memory_each_reads_alone(
     fails: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk_reads: list[ChunkRead]
 ) -> None:
-    from unickpt.reading import node_rendezvous
+    from unickpt.plugins.exchange import node_rendezvous
 
     def fail(*given: Any, **options: Any) -> Any:
         raise OSError(12, "Cannot allocate memory")
@@ -480,7 +480,7 @@ import torch, torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, empty
 import unickpt
-from unickpt.reading import node_read
+from unickpt.plugins.exchange import node_read
 sys.path.insert(0, {str(TESTS)!r})
 from support.counts import chunks_read
 
