@@ -263,9 +263,12 @@ def find_unchanged(
     samples, wrong = sampler.finish()
     if wrong is not None:
         raise wrong_word(*wrong)
-    if before is None or not rows:
+    if before is None:
         return None, samples
+    # In each save, so that all processes count the same, whatever each of them holds.
     turn = next(before.turns) % TURNS
+    if not rows:
+        return None, samples
     due = {name: _due(*arrays[name], turn) for name in rows if name not in tokens}
     return UnchangedArrays(rows, before.attempt, due), samples
 

@@ -22,14 +22,17 @@ from support.saving import same
 import unickpt
 from unickpt import Checkpointer, SaveOptions, StorageError
 from unickpt.adapters import jax as jax_adapter
+from unickpt.adapters import numpy as numpy_adapter
 from unickpt.adapters import torch_digests
 from unickpt.arrays.box import Box
 from unickpt.errors import StateChanged
 from unickpt.format.chunk_grid import parts
+from unickpt.format.index import ArrayEntry
+from unickpt.frameworks.process_group import alone
 from unickpt.frameworks.protocol import ArraySource, Fragment, Memory
 from unickpt.plugins.incremental import unchanged
 from unickpt.plugins.incremental.change_samples import ArraySample
-from unickpt.plugins.incremental.unchanged import UnchangedArrays
+from unickpt.plugins.incremental.unchanged import SeenState, UnchangedArrays
 from unickpt.storage.data_files import DataFile
 
 CHUNK = 4096
@@ -112,6 +115,16 @@ def test_after_all_turns_each_chunk_was_hashed_once() -> None:
         assert sorted(hashed) == sorted(chunks)
         if not on_device:
             assert max(len(starts or ()) for starts in due) <= len(chunks) // unchanged.TURNS + 1
+
+
+def test_each_save_is_a_turn_whatever_it_skips() -> None:
+    """So processes that hold different arrays hash the same chunks of those that both hold."""
+    before = SeenState("", "")
+    for changed in (True, False):
+        source = numpy_adapter.source(np.zeros((40, 64)), alone())
+        entry = ArrayEntry("w", (40, 64), "float64", (8, 64), source.layout)
+        unchanged.find_unchanged({"w": changed}, {"w": (entry, source)}, {}, before)
+    assert next(before.turns) == 2
 
 
 @pytest.mark.parametrize("storage", ["file", "memory"])
