@@ -84,6 +84,7 @@ DOORS = {
     },
     "references": {
         "incremental": "unickpt.plugins.incremental:Incremental",
+        "since": "unickpt.plugins.incremental.since:UnreadChunks",
     },
     "values": {
         "patches": "unickpt.plugins.incremental.patches",

@@ -153,6 +153,7 @@ from unickpt.references.policy import (
     Skipped,
     WritingSave,
 )
+from unickpt.references.unread import UnreadPolicy
 from unickpt.saving.background import SaveCallbacks, SaveQueue, SaveRequest
 from unickpt.saving.saver import begin as save_in_background
 from unickpt.saving.task import SaveTask
@@ -317,8 +318,8 @@ __all__ = [
     "Sections", "Selection", "SerialExecutor", "Settled", "SeveralCheckpoints", "SharedReads",
     "Skipped", "SlabReads", "Source", "StepFolder", "StorageFuture", "StoredChunk", "StoredType",
     "StoredView", "Taken", "Task", "TensorSource", "Tier", "TierCopying", "Timing", "Unchanged",
-    "Unit", "UnitSteps", "Units", "ValuePlaces", "Version", "View", "WHOLE_BOXES", "WriteFilter",
-    "WriteItem", "Writer", "WritingSave", "absolute_path", "adapter_of", "adapters",
+    "Unit", "UnitSteps", "Units", "UnreadPolicy", "ValuePlaces", "Version", "View", "WHOLE_BOXES",
+    "WriteFilter", "WriteItem", "Writer", "WritingSave", "absolute_path", "adapter_of", "adapters",
     "all_gather_bytes", "apply_rules", "asking_storage", "barrier", "base_name", "begin_flush",
     "boxes_to_fill", "bytes_of_chunk", "bytes_on_disk", "changed_repr", "check_boxes", "check_rest",
     "check_written", "checkpoints_below", "child_names", "children_by_key", "chosen_format",

@@ -50,6 +50,7 @@ if TYPE_CHECKING:
 
     from unickpt.frameworks.sections import StoredValue
     from unickpt.reading.shared_reads import SharedReads
+    from unickpt.references.unread import UnreadPolicy
 
     T = TypeVar("T", default=Any)  # without `like`
 
@@ -70,6 +71,7 @@ class LoadArguments(TypedDict, total=False):
     cast: bool
     framework: Literal["numpy", "torch", "jax"]
     strict_experts: bool
+    since: checkpoint.Source | None
     options: LoadOptions | None
 
 
@@ -109,6 +111,7 @@ def load(
     framework: Literal["numpy", "torch", "jax"] = "numpy",
     return_report: bool = False,
     strict_experts: bool = False,
+    since: checkpoint.Source | None = None,
     options: LoadOptions | None = None,
 ) -> Any:
     """Loads a checkpoint onto any mesh, in any framework.
@@ -157,6 +160,8 @@ def load(
             logger "unickpt" at level INFO.
         strict_experts: refuse a checkpoint that has the state of some experts as of an earlier step
             (`Checkpointer(experts=)`).
+        since: an earlier checkpoint, whose arrays `like` holds: only chunks that changed since are
+            read, by this process alone (docs/reuse.md).
         options: see `LoadOptions`.
 
     Returns:
@@ -171,6 +176,8 @@ def load(
         CheckpointCorrupt: stored bytes do not match their digest, or are not a valid checkpoint.
         ProcessFailed: with `LoadOptions(exchange=True)`, another process failed.
         OutOfMemory: there is no memory for an array; names it.
+        StorageError: the storage failed, or `since` cannot be read.
+        ValueError: `framework` or `since` does not go with the other arguments.
 
     Example:
         >>> import numpy as np, unickpt
@@ -193,15 +200,20 @@ def load(
         cast,
         LeafSelection.from_patterns(only, skip),
     )
+    options, unread = LoadOptions.or_default(options), None
+    if since is not None:
+        unread = _unread_policy(since, under, like, options)
+        options = replace(options, exchange=False)  # others may have to read other chunks
     loading = _Loading(
         rules,
         under,
         policy,
         strict_experts,
-        LoadOptions.or_default(options),
+        options,
         adapters(),
         None if framework == "numpy" else adapter_named(framework),
         time.perf_counter(),
+        unread,
     )
     # Fills everything again; processes that exchange chunks restart together.
     loaded_tree, report = checkpoint.again(lambda: loading.load(path, like), path)
@@ -231,6 +243,20 @@ def plan_load(
     return view, request
 
 
+def _unread_policy(
+    since: checkpoint.Source, under: str, like: Any, options: LoadOptions
+) -> UnreadPolicy:
+    if like is None:
+        raise ValueError("since= is for a load into `like`, which holds that checkpoint's arrays")
+    if options.exchange:
+        raise ValueError(
+            "since= is for processes that read alone, because each may hold other chunks; leave "
+            "out one of since= and LoadOptions(exchange=True)"
+        )
+    policy: UnreadPolicy = doors.need("references", "since")(since, under, options)
+    return policy
+
+
 def _chosen(argument: str, value: str, other: str) -> bool:
     """Whether an argument is anything but "error"."""
     if value not in ("error", other):
@@ -239,7 +265,8 @@ def _chosen(argument: str, value: str, other: str) -> bool:
 
 
 class _Loading(NamedTuple):
-    """The arguments of a call of `load`, the frameworks' adapters, and when it began."""
+    """The arguments of a call of `load`, the frameworks' adapters, when it began, and what it need
+    not read."""
 
     rules: LoadRules | None
     under: str
@@ -249,6 +276,7 @@ class _Loading(NamedTuple):
     among: Sequence[Adapter]
     framework: Adapter | None
     started: float = 0.0
+    unread: UnreadPolicy | None = None
 
     def load(self, path: checkpoint.Source, like: Any) -> tuple[Any, LoadReport]:
         """One attempt to load; see `checkpoint.again`."""
@@ -262,6 +290,8 @@ class _Loading(NamedTuple):
             else:
                 report = compare(view, request, self.policy)
                 view.check(self.options)
+                if self.unread is not None:
+                    read = self.unread.reading(read, request.leaves, request.targets, counts)
                 loaded_tree = self._read_like(view, request, report, read)
             return loaded_tree, replace(
                 report,
@@ -270,6 +300,7 @@ class _Loading(NamedTuple):
                 bytes=counts.filled_bytes,
                 read_bytes=sum(counts.read_sizes),
                 received_bytes=counts.received_bytes,
+                unchanged_bytes=counts.unchanged_bytes,
                 waited_s=counts.waited_s,
                 waited_for=counts.waited_for,
             )

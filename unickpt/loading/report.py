@@ -62,6 +62,7 @@ class LoadReport:
         read_bytes: logical bytes of the chunks that it read from the storage for that. Those from
             which functions of rules make arrays do not count.
         received_bytes: bytes that it got from other processes instead (`LoadOptions.exchange`).
+        unchanged_bytes: bytes that `like` held already (`since=`); not in `bytes`.
         waited_s: seconds of waiting for other processes that read together with this one, but for
             the last step.
         waited_for: these seconds by the process that came last, as far as it is known.
@@ -92,6 +93,7 @@ class LoadReport:
     bytes: int = field(default=0, compare=False)
     read_bytes: int = field(default=0, compare=False)
     received_bytes: int = field(default=0, compare=False)
+    unchanged_bytes: int = field(default=0, compare=False)
     waited_s: float = field(default=0.0, compare=False)
     waited_for: Mapping[int, float] = field(default_factory=dict, compare=False)
 
@@ -135,6 +137,8 @@ class LoadReport:
         text += f"read {self.read_bytes / 1e9:.3g} GB"
         if self.received_bytes:
             text += f", received {self.received_bytes / 1e9:.3g} GB"
+        if self.unchanged_bytes:
+            text += f", {self.unchanged_bytes / 1e9:.3g} GB unchanged"
         if self.waited_s >= _LEAST_S:
             text += f", waited {self.waited_s:.2f} s"
             if self.waited_for:

@@ -162,7 +162,9 @@ def _checking(stored: Reader, jobs: Sequence[Job]) -> Reader:
 class LoadCounts:
     """What one load of this process reads, and how long it waits for other processes."""
 
-    __slots__ = ("filled_bytes", "read_sizes", "received_bytes", "waited_for", "waited_s")
+    __slots__ = (
+        "filled_bytes", "read_sizes", "received_bytes", "unchanged_bytes", "waited_for", "waited_s"
+    )  # fmt: skip
 
     def __init__(self) -> None:
         self.filled_bytes = 0
@@ -171,6 +173,8 @@ class LoadCounts:
         """Bytes that were read from the storage together; threads may append to it."""
         self.received_bytes = 0
         """From other processes."""
+        self.unchanged_bytes = 0
+        """Of destinations that held them already."""
         self.waited_s = 0.0
         self.waited_for: dict[int, float] = {}
         """Seconds by process, as far as it is known."""

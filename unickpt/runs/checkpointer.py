@@ -451,7 +451,7 @@ class Checkpointer:
 
         Arguments:
             like, rules, strict, only, skip, missing, unexpected, mismatched, cast, return_report,
-                strict_experts, options: as for `unickpt.load`.
+                strict_experts, since, options: as for `unickpt.load`.
             step: its number.
             fallback: if a step is damaged, load the next older one, on all processes.
 
