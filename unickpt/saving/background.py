@@ -244,6 +244,10 @@ class PendingSave:
         """Whether the save has ended, with a checkpoint or with an error."""
         return SaveEvent.ENDED in self._events if _calling_metrics.active else self._finished.done()
 
+    def failed(self) -> bool:
+        """Whether the save has ended with an error, which `result` raises."""
+        return self._failure is not None
+
     def add_done_callback(self, function: Callable[[], object]) -> None:
         """Calls a function when the save has ended, with a checkpoint or with an error. Runs on the
         saving thread, or at once if the save has already ended.
