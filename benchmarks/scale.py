@@ -1,7 +1,7 @@
 """How commits, openings and schedules of loads grow with processes, devices, arrays and chunks.
 
 One process plays a whole job: it writes the records and the databases that the others would have
-written, with tiny chunks, and is then the coordinator that commits them (`Attempt.commit`), and a
+written, with tiny chunks, and is then the coordinator that commits them (`Coordinator`), and a
 reader that opens the checkpoint. Arrays are split by rows over all devices (FSDP), so the keys of
 all processes are mixed: the worst case for merging. On a RAM disk, so that it is the work of the
 processor that is measured; of shared machines,
@@ -36,6 +36,8 @@ import xxhash
 import unickpt
 from unickpt.arrays.layout import Layout, Mesh
 from unickpt.commit.attempt import Attempt
+from unickpt.commit.coordinator import Coordinator
+from unickpt.commit.merge import MergePolicies
 from unickpt.commit.messages import CHUNK_DTYPE, Record
 from unickpt.format import chunk_grid, codec, index_json
 from unickpt.format.index import ArrayEntry, Index
@@ -144,7 +146,8 @@ def run(job: Job, parent: Path) -> Took:
     numbers = range(job.devices * job.rows)
     attempt.publish(own)
     before, started = _peak(), time.perf_counter()
-    commit, _ = timed(lambda: attempt.commit(index, digest, lambda wanted: own))
+    coordinator = Coordinator(attempt, lambda wanted: own, MergePolicies())
+    commit, _ = timed(lambda: coordinator.commit(index, digest, lambda merged: None))
     commit_s, memory = time.perf_counter() - started, _peak() - before
     root = folder / "processes/job-000000/root"
     size = sum(file.stat().st_size for file in root.iterdir()) / 2**20

@@ -188,3 +188,41 @@ def test_a_key_that_is_too_long_is_named() -> None:
     assert encoded(b"x" * 65_535)
     with pytest.raises(Failed, match=r"the key 'layer/xx.*' has 65536 bytes.*shorter name"):
         encoded(b"layer/" + b"x" * 65_530)
+
+
+@settings(max_examples=150)
+@given(
+    st.integers(0, 400).flatmap(
+        lambda n: st.tuples(
+            st.lists(st.binary(min_size=1, max_size=3), min_size=n, max_size=n),
+            st.lists(st.tuples(st.integers(0, 450), st.integers(1, 200)), min_size=1, max_size=6),
+        )
+    ),
+    st.integers(2, 90),
+)
+def test_a_table_of_files_is_cut_out_of_that_of_all(
+    drawn: tuple[list[bytes], list[tuple[int, int]]], entries: int
+) -> None:
+    tails, cuts = drawn
+    files = sorted({b"processes/job/%05d/d/%b" % (n // 2, tail) for n, tail in enumerate(tails)})
+    used = sorted({n for start, count in cuts for n in range(start, start + count)})
+    used = [n for n in used if n < len(files)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(builder, "_ENTRIES", entries)
+        tables = builder._FileTables(files)
+    expected = builder._files([files[n] for n in used])
+    assert tables.of(np.array(used, np.int64)) == expected
+
+
+@given(
+    st.sampled_from([1, 127, 128, 16383, 1 << 31, (1 << 64) - 1]).flatmap(
+        lambda most: st.lists(st.integers(0, most), max_size=80)
+    ),
+    st.booleans(),
+)
+def test_numbers_are_encoded_alike_whatever_their_size(values: list[int], same: bool) -> None:
+    if same:
+        values = values[:1] * 40
+    one_by_one = b"".join(builder._numbers([value]) for value in values)
+    assert builder._numbers(np.array(values, np.uint64)) == one_by_one
+    assert builder._numbers(values) == one_by_one

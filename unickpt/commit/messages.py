@@ -124,28 +124,34 @@ class Record:
             raise ValueError("a table has other columns")
         tables_of = (self.chunks, ELSEWHERE), (self.additions, ELSEWHERE), (value_places, INLINE)
         for table, least in tables_of:
+            if not len(table):
+                continue
             file = table["file"]
-            if len(file) and (int(file.min()) < least or int(file.max()) >= len(self.files)):
+            first = int(file.min())
+            if first < least or int(file.max()) >= len(self.files):
                 raise ValueError("a value is in a file that is not listed")
+            if first >= 0:
+                continue
             size = np.uint64(len(self.inline))
             offset, length = (table[column][file == INLINE] for column in ("offset", "length"))
             if (length > size).any() or (offset > size - np.minimum(length, size)).any():
                 raise ValueError("a value ends after all of them")
-        for table in self.chunks, self.additions:
-            if (table["offset"][table["file"] == ELSEWHERE] >= len(self.bases)).any():
+            if (table["offset"][file == ELSEWHERE] >= len(self.bases)).any():
                 raise ValueError("it does not say where each value is")
+        for path in self.files:
+            if path.startswith("/") or "\0" in path or ".." in path.split("/"):
+                raise ValueError(f"{path[:200]!r} is not a file of the process")
+        if not len(self.additions):
+            return
         rows, links = self.additions["row"], self.additions["link"].astype(np.int64)
         is_next = (rows[1:] == rows[:-1]) & (links[1:] == links[:-1] + 1)
         is_first = (rows[1:] > rows[:-1]) & (links[1:] == FULL_LINK + 1)
-        if len(rows) and (
+        if (
             int(rows.max()) >= len(self.chunks)
             or int(links[0]) != FULL_LINK + 1
             or not (is_next | is_first).all()
         ):
             raise ValueError("the added values do not match its chunks")
-        for path in self.files:
-            if path.startswith("/") or "\0" in path or ".." in path.split("/"):
-                raise ValueError(f"{path[:200]!r} is not a file of the process")
 
 
 def _as_bytes(table: np.ndarray[Any, Any]) -> tuple[int, bytes]:

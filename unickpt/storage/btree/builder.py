@@ -99,7 +99,7 @@ def encode(
         ValueError: the keys do not ascend.
         Failed: one is too long for TensorStore.
     """
-    paths = [path.encode() for path in files]
+    tables = _FileTables([path.encode() for path in files])
     level, last = list[_Placed](), None
     for keys, places in _batches(runs):
         if (last is not None and last >= keys[0]) or not all(map(lt, keys, islice(keys, 1, None))):
@@ -111,7 +111,7 @@ def encode(
                 f"the key {quoted(longest.decode())} has {len(longest)} bytes; a database takes "
                 f"at most {MOST_KEY_BYTES}; give the stored leaf a shorter name"
             )
-        node = _leaf(keys, places, paths, inline)
+        node = _leaf(keys, places, tables, inline)
         apart = int(places["length"][places["file"] >= 0].sum())
         level.append(_Placed(keys[0], place(node), len(keys), len(node), apart))
     height = 0
@@ -185,16 +185,14 @@ def _manifest(root: _Placed | None, height: int) -> bytes:
     return _sealed(MANIFEST_MAGIC, b"".join(body))
 
 
-def _leaf(
-    keys: Sequence[bytes], places: PlaceArray, paths: Sequence[bytes], inline: bytes
-) -> bytes:
+def _leaf(keys: Sequence[bytes], places: PlaceArray, tables: _FileTables, inline: bytes) -> bytes:
     file = places["file"]
     apart = file >= 0
     used, which = np.unique(file[apart], return_inverse=True)
     within = places[["offset", "length"]][~apart].tolist()
     body = [
         b"\0",
-        _files([paths[number] for number in used.tolist()]),
+        tables.of(used),
         _numbers([len(keys)]),
         *_keys(keys, is_inner=False),
         _numbers(places["length"]),
@@ -228,8 +226,53 @@ def _files(paths: Sequence[bytes]) -> bytes:
     if not paths:
         return b"\0"
     shared, lengths, suffixes = _without_shared(paths)
-    numbers = _numbers(_both([len(paths), *shared[1:]], lengths))
-    return b"".join([numbers, bytes(len(paths)), suffixes])
+    return _file_table(shared, lengths, suffixes)
+
+
+def _file_table(shared: Any, lengths: Any, suffixes: bytes) -> bytes:
+    """A table of files, by the columns of `_without_shared`."""
+    numbers = _numbers([len(lengths)]) + _numbers(_both(shared[1:], lengths))
+    return b"".join([numbers, bytes(len(lengths)), suffixes])
+
+
+class _FileTables:
+    """The tables of files of all leaves: each has some of the same paths.
+
+    In a job whose processes hold shards of every array, a leaf has values in thousands of files,
+    of which most follow each other. What a path shares with the one before it is found once.
+
+    Arguments:
+        paths: of all files, ascending.
+    """
+
+    def __init__(self, paths: Sequence[bytes]) -> None:
+        self._paths = paths
+        self._lengths = np.fromiter(map(len, paths), np.int64, len(paths))
+        shared, suffixes = [np.zeros(1, np.int64)], list[bytes](paths[:1])
+        for start in range(0, len(paths) - 1, _ENTRIES):
+            of_batch, _, others = _without_shared(paths[start : start + _ENTRIES + 1])
+            shared.append(np.asarray(of_batch[1:], np.int64))
+            suffixes.append(others[len(paths[start]) :])
+        self._shared, self._suffixes = np.concatenate(shared), b"".join(suffixes)
+        self._ends = np.cumsum(self._lengths - self._shared[: len(paths)])
+
+    def of(self, used: PlaceArray) -> bytes:
+        """The table of some of the files, by their numbers, which ascend."""
+        breaks = np.flatnonzero(np.diff(used) != 1) + 1
+        if len(used) < _FEW or len(breaks) * 4 > len(used):
+            return _files([self._paths[number] for number in used.tolist()])
+        shared, suffixes, start = self._shared[used], list[bytes](), 0
+        for stop in [*breaks.tolist(), len(used)]:
+            first, last = int(used[start]), int(used[stop - 1])
+            if start:
+                before = int(used[start - 1])
+                shared[start] = self._shared[before + 1 : first + 1].min()
+            else:
+                shared[0] = 0
+            suffixes.append(self._paths[first][int(shared[start]) :])
+            suffixes.append(self._suffixes[self._ends[first] : self._ends[last]])
+            start = stop
+        return _file_table(shared, self._lengths[used] - shared, b"".join(suffixes))
 
 
 def _without_shared(texts: Sequence[bytes]) -> tuple[Any, Any, bytes]:
@@ -249,9 +292,8 @@ def _without_shared(texts: Sequence[bytes]) -> tuple[Any, Any, bytes]:
     differs = matrix[1:] != matrix[:-1]
     first = np.where(differs.any(axis=1), differs.argmax(axis=1), longest)
     np.minimum(first, np.minimum(lengths[1:], lengths[:-1]), out=shared[1:])
-    column = np.arange(matrix.shape[1])
-    mask = (column >= shared[:, None]) & (column < lengths[:, None])
-    return shared, lengths - shared, matrix[mask].tobytes()
+    suffixes = [text[count:] for text, count in zip(texts, shared.tolist(), strict=True)]
+    return shared, lengths - shared, b"".join(suffixes)
 
 
 def _both(first: Any, second: Any) -> Any:
@@ -282,14 +324,21 @@ def _numbers(values: Any) -> bytes:
                 value >>= 7
             out.append(value)
         return bytes(out)
-    left = np.asarray(values).astype(np.uint64)
-    columns = max(1, -(-int(left.max()).bit_length() // 7))
-    shifted = left[:, None] >> (np.arange(columns, dtype=np.uint64) * np.uint64(7))
+    left = np.asarray(values)
+    least, most = int(left.min()), int(left.max())
+    if least == most:
+        return _numbers([most]) * len(left)
+    if most < 128:
+        return left.astype(np.uint8).tobytes()
+    kind = np.dtype(np.uint32 if most < 1 << 32 else np.uint64)
+    columns = -(-most.bit_length() // 7)
+    shifted = left.astype(kind)[:, None] >> np.arange(0, 7 * columns, 7).astype(kind)
     more = shifted > 127
-    digits = (shifted & np.uint64(127)).astype(np.uint8) | (more << 7).astype(np.uint8)
+    digits: Any = shifted.astype(np.uint8) & 127 | more.astype(np.uint8) << 7
     mask = np.ones(digits.shape, np.bool_)
     mask[:, 1:] = more[:, :-1]
-    return digits[mask].tobytes()
+    encoded: bytes = digits[mask].tobytes()
+    return encoded
 
 
 def _sealed(magic: bytes, body: bytes) -> bytes:
