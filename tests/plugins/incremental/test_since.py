@@ -171,6 +171,10 @@ def test_what_cannot_be_compared_is_read(tmp_path: Path) -> None:
     abstract = {name: torch.zeros(array.shape, device="meta") for name, array in state.items()}
     loaded = unickpt.load(tmp_path / "b", abstract, since=tmp_path / "a", cast=True)
     assert all(np.array_equal(loaded[name], state[name]) for name in state)
+    shape = {"q": jax.ShapeDtypeStruct((90, 64), np.float32)}
+    unickpt.save(tmp_path / "plain", {"q": state["q"]}, options=options())
+    loaded = unickpt.load(tmp_path / "plain", shape, since=tmp_path / "plain")
+    assert np.array_equal(loaded["q"], state["q"])
 
 
 def test_arrays_that_are_cast_are_read(tmp_path: Path) -> None:
@@ -231,8 +235,9 @@ def test_memory_that_leaves_share(tmp_path: Path) -> None:
     unickpt.save(tmp_path / "a", state(base), options=options())
     unickpt.save(tmp_path / "b", state(later), options=options())
     memory = base.clone()
-    unickpt.load(tmp_path / "b", state(memory), since=tmp_path / "a")
-    assert torch.equal(memory, later)
+    for name, values in (("a", base), ("b", later)):
+        unickpt.load(tmp_path / name, state(memory), since=tmp_path / "a")
+        assert torch.equal(memory, values)
     parts = [
         (Box((0, 0), (50, 64)), base[:50].clone()),
         (Box((50, 0), (100, 64)), base[50:].clone()),

@@ -56,6 +56,8 @@ def test_a_base_needs_the_plug_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             SaveOptions(**options)
     with pytest.raises(PluginError, match="lacks the plug-in 'incremental'"):
         Checkpointer(tmp_path / "run", reuse=True)
+    with pytest.raises(PluginError, match="lacks the plug-in 'since'"):
+        unickpt.load(tmp_path / "plain", {"w": np.ones(3)}, since=tmp_path / "plain")
     assert not (tmp_path / "run").exists()
 
 
