@@ -211,7 +211,7 @@ def test_a_table_of_files_is_cut_out_of_that_of_all(
         patch.setattr(builder, "_ENTRIES", entries)
         tables = builder._FileTables(files)
     expected = builder._files([files[n] for n in used])
-    assert tables.of(np.array(used, np.int64)) == expected
+    assert tables.subset(np.array(used, np.int64)) == expected
 
 
 @given(

@@ -192,7 +192,7 @@ def _leaf(keys: Sequence[bytes], places: PlaceArray, tables: _FileTables, inline
     within = places[["offset", "length"]][~apart].tolist()
     body = [
         b"\0",
-        tables.of(used),
+        tables.subset(used),
         _numbers([len(keys)]),
         *_keys(keys, is_inner=False),
         _numbers(places["length"]),
@@ -250,13 +250,13 @@ class _FileTables:
         self._lengths = np.fromiter(map(len, paths), np.int64, len(paths))
         shared, suffixes = [np.zeros(1, np.int64)], list[bytes](paths[:1])
         for start in range(0, len(paths) - 1, _ENTRIES):
-            of_batch, _, others = _without_shared(paths[start : start + _ENTRIES + 1])
+            of_batch, _, unshared = _without_shared(paths[start : start + _ENTRIES + 1])
             shared.append(np.asarray(of_batch[1:], np.int64))
-            suffixes.append(others[len(paths[start]) :])
+            suffixes.append(unshared[len(paths[start]) :])
         self._shared, self._suffixes = np.concatenate(shared), b"".join(suffixes)
         self._ends = np.cumsum(self._lengths - self._shared[: len(paths)])
 
-    def of(self, used: PlaceArray) -> bytes:
+    def subset(self, used: PlaceArray) -> bytes:
         """The table of some of the files, by their numbers, which ascend."""
         breaks = np.flatnonzero(np.diff(used) != 1) + 1
         if len(used) < _FEW or len(breaks) * 4 > len(used):
