@@ -154,6 +154,7 @@ from unickpt.references.policy import (
     WritingSave,
 )
 from unickpt.references.unread import UnreadPolicy
+from unickpt.save_report import hears_events, send_event
 from unickpt.saving.background import SaveCallbacks, SaveQueue, SaveRequest
 from unickpt.saving.saver import begin as save_in_background
 from unickpt.saving.task import SaveTask
@@ -331,8 +332,8 @@ __all__ = [
     "fences_of", "find_door", "find_orphans", "finite_or_text", "first_few", "flat_range_to_boxes",
     "flatten_state", "flatten_tree", "folders_below", "folders_with", "format_named",
     "fragment_count", "fragment_grids", "grid_band_text", "group_of_one", "has_fixed_size",
-    "has_known_factory", "html_page", "html_table", "in_batches", "is_array", "is_plain",
-    "is_plain_kind", "is_saved_as_leaf", "job_group", "join_names", "keys_of_leaves",
+    "has_known_factory", "hears_events", "html_page", "html_table", "in_batches", "is_array",
+    "is_plain", "is_plain_kind", "is_saved_as_leaf", "job_group", "join_names", "keys_of_leaves",
     "launched_index", "launched_together", "layout_text", "leaf_text", "leaves_of_tree",
     "leaves_of_view", "leaving_out", "linear_index", "loaded_together", "local_folders",
     "lost_boxes", "make_writer", "members_of", "meshes_of", "moments_among", "name_component",
@@ -344,7 +345,7 @@ __all__ = [
     "reading_again", "reading_checkpoint", "reading_failed", "rebuild_tree", "refuse_checkpoint",
     "refuse_unknown", "register_codec", "register_format", "register_scheme", "register_writer",
     "remove_checkpoint", "replace_in_place", "reporting", "resolve_path", "restore_replaced",
-    "room_text", "row_major", "rule_exprs_of", "ruled_elements", "save_in_background",
+    "room_text", "row_major", "rule_exprs_of", "ruled_elements", "save_in_background", "send_event",
     "settle_future", "shape_text", "shortened", "shown_text", "size_text", "step_before",
     "step_metrics", "storage_context", "stored_chunk_bytes", "stored_leaf", "stored_leaves",
     "stored_unit_steps", "storing_hint", "strided_view", "structure_of", "sync_folder",

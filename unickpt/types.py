@@ -10,7 +10,7 @@ from unickpt.frameworks.leaves import LocalFragments, PerProcessValues
 from unickpt.frameworks.process_group import Group
 from unickpt.loading.report import LoadReport
 from unickpt.reading.stored_array import StoredArray
-from unickpt.save_report import SaveReport
+from unickpt.save_report import RunEvent, SaveReport
 from unickpt.saving.background import PendingSave
 
 if _CHECKING:
@@ -35,6 +35,7 @@ __all__ = [
     "Mesh",
     "PendingSave",
     "PerProcessValues",
+    "RunEvent",
     "SaveReport",
     "StoredArray",
     "VerifyReport",

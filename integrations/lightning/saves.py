@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -29,10 +29,11 @@ from unickpt.extend import (
     SaveRequest,
     remove_checkpoint,
     resolve_path,
+    send_event,
     storage_context,
     sync_folder,
 )
-from unickpt.types import SaveReport
+from unickpt.types import RunEvent, SaveReport
 
 _log = logging.getLogger("unickpt")
 _PAUSE_S = 0.01
@@ -356,10 +357,17 @@ def _whole(path: PathLike) -> str:
 def _with_path(options: SaveOptions, path: str) -> SaveOptions:
     """Options whose `metrics` gets the final path of the checkpoint, not the hidden one."""
     metrics = options.metrics
-    if metrics is None:
-        return options
+    return options if metrics is None else replace(options, metrics=_FinalPath(metrics, path))
 
-    def call(report: SaveReport) -> None:
-        metrics(replace(report, url=str(resolve_path(path))))
 
-    return replace(options, metrics=call)
+class _FinalPath:
+    """Calls a receiver of metrics with the final path of a checkpoint."""
+
+    def __init__(self, metrics: Callable[[SaveReport], None], path: str) -> None:
+        self._metrics, self._path = metrics, path
+
+    def __call__(self, report: SaveReport) -> None:
+        self._metrics(replace(report, url=str(resolve_path(self._path))))
+
+    def run_event(self, event: RunEvent) -> None:
+        send_event(self._metrics, replace(event, url=str(resolve_path(self._path))))

@@ -249,7 +249,7 @@ class NodeCopying(TierCopying):
                 try:
                     self._upload(name, version, choice)
                 except Exception as error:
-                    self._errors.add(f"uploading {name} to {self._root.location}", error)
+                    self.failed(step, f"uploading {name} to {self._root.location}", error)
                     continue
             self._done[version.attempt] = choice
 

@@ -1,4 +1,4 @@
-"""Reads the files of `unickpt.integrations.metrics.JsonLines`: lines of saves, and of loads."""
+"""Reads the files of `unickpt.integrations.metrics.JsonLines`: lines of saves, loads and events."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from unickpt.extend import step_metrics
 FilePath = str | os.PathLike[str]
 
 _MOST_LINE = 1 << 20
-_MOST_LOADS = 1000
+_MOST_LOADS = 100_000  # lines: a load of a thousand processes has a thousand
+_EVENTS = ("began", "step", "fallback", "save failed", "copy failed", "ended")
 _MOST_TEXT = 400
 
 
@@ -32,6 +33,8 @@ class SavedLine:
         seconds: from the call to the commit.
         blocked_s: for how long the call blocked its caller.
         metrics: numbers that the step was saved with.
+        step: its number, if known.
+        job: the process that wrote the line, as a random name; empty in lines of earlier versions.
     """
 
     time: datetime
@@ -41,6 +44,8 @@ class SavedLine:
     seconds: float
     blocked_s: float
     metrics: Mapping[str, float] = field(default_factory=dict)
+    step: int | None = None
+    job: str = ""
 
 
 @dataclass(frozen=True)
@@ -57,6 +62,8 @@ class LoadedLine:
             processes.
         waited_s: for other processes.
         waited_for: the process for which it waited longest; empty if that is not known.
+        step, job: as of `SavedLine`.
+        process, processes: which process wrote the line, and how many the job has.
     """
 
     time: datetime
@@ -69,6 +76,28 @@ class LoadedLine:
     received_bytes: int = 0
     waited_s: float = 0.0
     waited_for: str = ""
+    step: int | None = None
+    job: str = ""
+    process: int = 0
+    processes: int = 1
+
+
+@dataclass(frozen=True)
+class EventLine:
+    """A process's line of another event (`unickpt.types.RunEvent`).
+
+    Arguments:
+        time, url, kind, step, process, error: of the event.
+        job: as of `SavedLine`.
+    """
+
+    time: datetime
+    url: str
+    kind: str
+    step: int | None
+    process: int
+    error: str
+    job: str
 
 
 @dataclass(frozen=True)
@@ -79,13 +108,15 @@ class Lines:
         saves: by process 0, in the order of their times.
         loads: the newest ones, in the order of their times.
         unread: number of lines that are not such lines, such as one that was cut off.
-        left_out: number of loads that are older than those.
+        left_out: number of lines of loads that are older than those.
+        events: others, in the order of their times.
     """
 
     saves: Sequence[SavedLine] = ()
     loads: Sequence[LoadedLine] = ()
     unread: int = 0
     left_out: int = 0
+    events: Sequence[EventLine] = ()
 
 
 def read(files: Iterable[FilePath]) -> Lines:
@@ -94,7 +125,7 @@ def read(files: Iterable[FilePath]) -> Lines:
     Raises:
         UnickptError: a file cannot be read.
     """
-    saves, loads, unread = list[SavedLine](), list[LoadedLine](), 0
+    saves, loads, events, unread = list[SavedLine](), list[LoadedLine](), list[EventLine](), 0
     for file in files:
         for line in _lines(file):
             try:
@@ -104,11 +135,14 @@ def read(files: Iterable[FilePath]) -> Lines:
                 continue
             if isinstance(record, LoadedLine):
                 loads.append(record)
+            elif isinstance(record, EventLine):
+                events.append(record)
             elif record is not None:
                 saves.append(record)
     saves.sort(key=lambda save: save.time)
     loads.sort(key=lambda load: load.time)
-    return Lines(saves, loads[-_MOST_LOADS:], unread, max(0, len(loads) - _MOST_LOADS))
+    events.sort(key=lambda event: event.time)
+    return Lines(saves, loads[-_MOST_LOADS:], unread, max(0, len(loads) - _MOST_LOADS), events)
 
 
 def _lines(file: FilePath) -> Iterator[bytes]:
@@ -124,8 +158,8 @@ def _lines(file: FilePath) -> Iterator[bytes]:
         ) from error
 
 
-def _decoded(line: bytes) -> SavedLine | LoadedLine | None:
-    """A line; None of a save by another process than 0.
+def _decoded(line: bytes) -> SavedLine | LoadedLine | EventLine | None:
+    """A line; None of a save by another process than 0, and of an event of a later version.
 
     Raises:
         ValueError, TypeError, KeyError: it is not such a line.
@@ -134,15 +168,22 @@ def _decoded(line: bytes) -> SavedLine | LoadedLine | None:
     time, url = datetime.fromisoformat(record["time"]), _text(record["url"])
     if time.tzinfo is None:
         raise ValueError("a time without its zone")
-    if record.get("kind") == "load":
+    kind, step, job = record.get("kind"), _step(record.get("step")), _text(record.get("job", ""))
+    if kind in _EVENTS:
+        process, error = _count(record["process"]), _text(record.get("error", ""))
+        return EventLine(time, url, kind, step, process, error, job)
+    if kind == "load":
         counts = {_text(name): _count(count) for name, count in record["counts"].items()}
         rows = [(_text(a), _text(b), _text(c)) for a, b, c in record["rows"]]
-        return LoadedLine(time, url, counts, rows, *_load_figures(record))
-    if record["process"] != 0:
+        place = _count(record.get("process", 0)), _count(record.get("processes", 1))
+        return LoadedLine(time, url, counts, rows, *_load_figures(record), step, job, *place)
+    if kind is not None or record["process"] != 0:
         return None
     seconds, blocked_s = _number(record["seconds"]), _number(record["blocked_s"])
     nbytes, processes = _count(record["bytes"]), _count(record["processes"])
-    return SavedLine(time, url, nbytes, processes, seconds, blocked_s, step_metrics(record))
+    return SavedLine(
+        time, url, nbytes, processes, seconds, blocked_s, step_metrics(record), step, job
+    )
 
 
 def _load_figures(record: Mapping[str, Any]) -> tuple[float, int, int, int, float, str]:
@@ -168,6 +209,10 @@ def _count(value: Any) -> int:
     if type(value) is not int or not 0 <= value < 1 << 63:
         raise ValueError("not a count")
     return value
+
+
+def _step(value: Any) -> int | None:
+    return None if value is None else _count(value)
 
 
 def _number(value: Any) -> float:

@@ -84,7 +84,7 @@ def test_a_report_tells_what_became_of_every_leaf() -> None:
     assert (got["a"].tolist(), got["b"].tolist()) == ([1, 1], [1, 1, 1])
 
 
-def test_the_text_of_a_report_folds_layers_and_is_one_line_of_a_full_load(
+def test_the_text_of_a_report_folds_layers_and_has_its_speed(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.INFO, "unickpt")
@@ -94,12 +94,14 @@ def test_the_text_of_a_report_folds_layers_and_is_one_line_of_a_full_load(
         "memory://partial/c: loaded 12 leaves, kept 12, skipped 12",
         "  kept     new/{0..11}/w  not stored, `like` keeps its value",
         "  skipped  old/{0..11}/w  stored, and not requested",
+        f"  {report.speed_text}",
     ]
     assert caplog.messages[-1] == str(report)
     _, report = load(stored, stored)
-    assert str(report) == "memory://partial/c: loaded 24 leaves" == caplog.messages[-1]
+    first = "memory://partial/c: loaded 24 leaves"
+    assert str(report) == f"{first}\n  {report.speed_text}" == caplog.messages[-1]
     unickpt.load("memory://partial/c")
-    assert caplog.messages[-1] == "memory://partial/c: loaded 24 leaves"
+    assert caplog.messages[-1].splitlines()[0] == first
 
 
 def test_a_report_says_how_long_a_load_took_and_what_it_read(
@@ -114,7 +116,7 @@ def test_a_report_says_how_long_a_load_took_and_what_it_read(
         assert (report.received_bytes, report.waited_s, report.waited_for) == (0, 0.0, {})
         assert 0 < report.seconds < 60
         assert report.gather()[0].seconds == report.seconds
-        assert caplog.messages[-2] == f"loaded {report.url}: {report.speed_text}"
+        assert f"160.0 kB in {report.seconds:.3g} s ({report.gb_per_s:.3g} GB/s)" in str(report)
         assert "waited" not in report.speed_text
     only = {"a": np.zeros((500, 40))}
     _, part = unickpt.load("memory://partial/d", only, strict=False, return_report=True)

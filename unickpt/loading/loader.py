@@ -218,7 +218,6 @@ def load(
     # Fills everything again; processes that exchange chunks restart together.
     loaded_tree, report = checkpoint.again(lambda: loading.load(path, like), path)
     if _log.isEnabledFor(logging.INFO):
-        _log.info("loaded %s: %s", report.url, report.speed_text)
         _log.info("%s", report)
     return (loaded_tree, report) if return_report else loaded_tree
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from unickpt.quoting import aligned
+from unickpt.quoting import aligned, size_text
 from unickpt.trees.tree import Leaf, Node, containers
 
 if TYPE_CHECKING:
@@ -37,7 +37,8 @@ class Difference(NamedTuple):
 
 @dataclass(frozen=True, repr=False)
 class LoadReport:
-    """What a load did; `str(report)` is a short table with one row for repeated layers.
+    """What a load did; `str(report)` is a short table with one row for repeated layers, and a line
+    of its time and bytes.
 
     Arguments:
         url: the checkpoint.
@@ -72,10 +73,11 @@ class LoadReport:
         >>> _ = unickpt.save("memory://run/partial", {"w": np.ones(2), "old": np.ones(2)})
         >>> like = {"w": np.zeros(2), "new": np.zeros(2)}
         >>> _, report = unickpt.load("memory://run/partial", like, strict=False, return_report=True)
-        >>> print(report)
+        >>> print(report)  # doctest: +ELLIPSIS
         memory://run/partial: loaded 1 leaf, kept 1, skipped 1
           kept     new  not stored, `like` keeps its value
           skipped  old  stored, and not requested
+          16 B in ... s (... GB/s), read 16 B
     """
 
     url: str
@@ -132,13 +134,13 @@ class LoadReport:
 
     @property
     def speed_text(self) -> str:
-        """As "1.2 GB in 2.00 s (0.6 GB/s), read 0.3 GB, waited 0.50 s, most for process 3"."""
-        text = f"{self.bytes / 1e9:.3g} GB in {self.seconds:.2f} s ({self.gb_per_s:.3g} GB/s), "
-        text += f"read {self.read_bytes / 1e9:.3g} GB"
+        """As "1.2 GB in 2 s (0.6 GB/s), read 300 MB, waited 0.50 s, most for process 3"."""
+        text = f"{size_text(self.bytes)} in {self.seconds:.3g} s ({self.gb_per_s:.3g} GB/s), "
+        text += f"read {size_text(self.read_bytes)}"
         if self.received_bytes:
-            text += f", received {self.received_bytes / 1e9:.3g} GB"
+            text += f", received {size_text(self.received_bytes)}"
         if self.unchanged_bytes:
-            text += f", {self.unchanged_bytes / 1e9:.3g} GB unchanged"
+            text += f", {size_text(self.unchanged_bytes)} unchanged"
         if self.waited_s >= _LEAST_S:
             text += f", waited {self.waited_s:.2f} s"
             if self.waited_for:
@@ -198,7 +200,8 @@ class LoadReport:
         return html.page("LoadReport", self.url, [self._summary, self.speed_text], drawn)
 
     def __str__(self) -> str:
-        return "\n".join([f"{self.url}: {self._summary}", *aligned(self.rows)])
+        speed = [f"  {self.speed_text}"] if self.seconds else []
+        return "\n".join([f"{self.url}: {self._summary}", *aligned(self.rows), *speed])
 
 
 def untyped(root: Node | Leaf) -> Iterator[tuple[str, str, str]]:

@@ -29,12 +29,14 @@ from unickpt.runs.cleaning import Cleaning
 from unickpt.runs.current_steps import Steps, step_number
 from unickpt.runs.removal import Removal
 from unickpt.runs.retention import Retention
+from unickpt.runs.run_events import RunEvents
 from unickpt.runs.run_features import Listener, RunFeatures
 from unickpt.runs.save_triggers import SaveEvery, SaveTriggers, SigtermHandler
 from unickpt.runs.step_folder import StepFolder
 from unickpt.runs.step_loader import StepLoader
 from unickpt.runs.step_save import StepSave, check_changed, find_base, knowing
 from unickpt.runs.tier_copies import IN_ROOT, Copying
+from unickpt.save_report import hears_events
 from unickpt.saving.background import PendingSave, SaveQueue, SaveRequest
 from unickpt.storage import paths
 
@@ -141,6 +143,9 @@ class Checkpointer:
             self._copying = tier.copying(*parts, self._options)
         run = self._steps, self._cleaning, self._features, self._queue
         self._removal = Removal(*run, fsync=self._options.fsync)
+        self._events: RunEvents | None = None
+        if hears_events(self._options.metrics):
+            self._events = RunEvents(self._options.metrics, self._steps)
         self._closed = False
         self._group = partial(job_group, self._options.group, self._options.timeout_s)
         self.loaded_step: int | None = None
@@ -161,7 +166,10 @@ class Checkpointer:
                 `ProcessGroup`).
         """
         group = self._group()
-        return self._triggers.is_due(step_number(step), group, self._saved_at)
+        is_due = self._triggers.is_due(step_number(step), group, self._saved_at)
+        if self._events is not None:
+            self._events.reached(step_number(step), group)
+        return is_due
 
     def preempt(self) -> None:
         """Announces that the job is about to be stopped, as SIGTERM does with
@@ -224,6 +232,8 @@ class Checkpointer:
         with self._queue.beginning, self._queue.following():
             self._check_open()
             step, group = step_number(step), self._group()
+            if self._events is not None:
+                self._events.reached(step, group)
             if self._removal.is_due:
                 self._removal.before_save(group)
             keywords = {} if tokens is None else {"tokens": tokens}
@@ -298,6 +308,8 @@ class Checkpointer:
         if self._copying is not None:
             self._copying.close()
         self.release()
+        if self._events is not None:
+            self._events.ended()
         for fence in self._fences:
             fence.remove()
         if self._sigterm is not None:
@@ -470,15 +482,20 @@ class Checkpointer:
         group = job_group(options.group or self._options.group, self._options.timeout_s)
         arguments["options"] = replace(options, group=group)
         step = None if step is None else step_number(step)
-        load_arguments = {**arguments, "like": like, "return_report": return_report}
-        loader = StepLoader(self._steps, group, load_arguments)
+        if self._events is not None:
+            self._events.began(group)
+        needs_report = return_report or self._events is not None
+        load_arguments = {**arguments, "like": like, "return_report": needs_report}
+        loader = StepLoader(self._steps, group, load_arguments, self._events)
         loaded, result = loader.load(step, fallback)
         if loader.path is not None:
             self._features.loaded(loaded, loader.path)
         self.loaded_step = loaded
         self._queue.forget()
         self._steps.resume_from(loaded, is_coordinator=group.index == 0)
-        return result
+        if self._events is not None:
+            self._events.loaded(loaded, result[1])
+        return result[0] if needs_report and not return_report else result
 
     # --- helpers -------------------------------------------------------------------------------
 

@@ -13,6 +13,7 @@ from unickpt.loading.loader import load
 from unickpt.quoting import first_few, shortened
 from unickpt.runs.current_steps import Steps
 from unickpt.runs.removal import agreed
+from unickpt.runs.run_events import RunEvents
 from unickpt.runs.step_folder import StepFolder
 from unickpt.storage import paths
 from unickpt.storage.errors import Failed
@@ -30,10 +31,18 @@ class StepLoader:
         steps: of the run.
         group: the processes.
         arguments: of `unickpt.load`.
+        events: of the run, if anything hears them.
     """
 
-    def __init__(self, steps: Steps, group: Group, arguments: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        steps: Steps,
+        group: Group,
+        arguments: Mapping[str, Any],
+        events: RunEvents | None = None,
+    ) -> None:
         self._steps, self._group, self._arguments = steps, group, arguments
+        self._events = events
         self.path: str | None = None
         """The path from which a step was loaded."""
 
@@ -63,11 +72,16 @@ class StepLoader:
                 _log.warning(
                     "step %d is damaged, falling back to an older one: %s", target_step, error
                 )
+                self._fell_back(target_step, error or "another process cannot load it")
                 damaged.add(target_step)
             elif outcome != _GONE or tries > _TRIES:
                 raise error or ProcessFailed(
                     f"{self._steps.path(target_step)}: another process cannot load it"
                 )
+
+    def _fell_back(self, step: int, error: object) -> None:
+        if self._events is not None:
+            self._events.fell_back(step, str(error))
 
     def _newest(self, below: int | None, damaged: Collection[int]) -> int:
         """The newest step that is not known to be damaged, as seen by the coordinator.
@@ -105,6 +119,8 @@ class StepLoader:
                     try:
                         result = load(tier.path(step), **self._arguments)
                         self.path = tier.path(step)
+                        if damage:
+                            self._fell_back(step, "; ".join(damage))
                         return result, None
                     except CheckpointNotFound as error:
                         gone = error

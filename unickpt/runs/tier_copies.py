@@ -25,11 +25,13 @@ from unickpt.format import borrowed, held_files, ocdbt_reader
 from unickpt.format.index import BaseEntry
 from unickpt.format.ocdbt_reader import OcdbtReader
 from unickpt.format.refusals import refuse_unknown
+from unickpt.frameworks.leaves import job_group
 from unickpt.options import SaveOptions
 from unickpt.runs import attempt_folders, lineage_notes, orphans
 from unickpt.runs.cleaning import Cleaning
 from unickpt.runs.current_steps import Newer, Steps, TierVersions
 from unickpt.runs.step_folder import StepFolder, step_before
+from unickpt.save_report import RunEvent, error_text, send_event
 from unickpt.saving.background import BackgroundErrors
 from unickpt.storage import errors, local_folders, locations, paths
 from unickpt.storage.database import Database
@@ -68,7 +70,7 @@ class Copying:
         assert steps.local is not None
         self._steps, self._local, self._root = steps, steps.local, steps.root
         self._cleaning, self.options, self._errors = cleaning, options, errors
-        failed = partial(errors.add, f"copying a step to {steps.root.location}")
+        failed = partial(self.failed, None, f"copying a step to {steps.root.location}")
         self._work = SerialExecutor("unickpt copy", failed)
         self._refused: set[str] = set()  # versions that cannot be copied, already reported
         self._unseen: set[str] = set()  # attempts to replace the root's version, whichever it is
@@ -172,8 +174,21 @@ class Copying:
                     self._copy_step(step)
                 except Exception as error:
                     steps.failed[step] = error
-                    self._errors.add(f"copying a step to {root.path(step)}", error)
+                    self.failed(step, f"copying a step to {root.path(step)}", error)
         self._cleaning.start()
+
+    def failed(self, step: int | None, what: str, error: BaseException) -> None:
+        """Keeps an error, and sends it to `SaveOptions.metrics`.
+
+        Arguments:
+            step: that was not copied; None if it is not known.
+            what, error: see `Failure`.
+        """
+        self._errors.add(what, error)
+        location = self._local.location if step is None else self._local.location_of(step)
+        group, text = job_group(self.options.group), error_text(error)
+        event = RunEvent("copy failed", location.url, step, group.index, group.count, text)
+        send_event(self.options.metrics, event)
 
     def in_flight(self) -> list[int]:
         """The steps whose folders in the root may have files of saves or copies in progress."""

@@ -23,7 +23,7 @@ from unickpt.save_report import SaveReport
 from unickpt.saving.plan_cache import DescribedTree, PlanCache
 from unickpt.saving.snapshot import Snapshot
 from unickpt.saving.staging_memory import Abandoned, HostMemoryPool
-from unickpt.saving.task import SaveEvent, SaveTask, call_metrics
+from unickpt.saving.task import SaveEvent, SaveTask, call_metrics, send_failure
 from unickpt.storage import paths
 from unickpt.storage.locations import Location
 from unickpt.threads import collection_paused, step_back
@@ -324,16 +324,20 @@ class PendingSave:
 
     def _run(self) -> None:
         previous, self._previous = self._previous, None
-        options = self._task.options
+        options, group = self._task.options, self._task.group
         try:
             self._write(previous)
+            if self._failure is not None:
+                with _calling_metrics:
+                    send_failure(options, self.url, group, self._failure.error)
             if previous is not None:
                 wait([previous._finished])  # one report after another
             if self._report is not None and self._failure is None:
                 with _calling_metrics:
                     call_metrics(options, self._report)
         except BaseException:  # such as SystemExit, which would end this thread silently
-            _log.exception("SaveOptions.metrics failed; the checkpoint %s is committed", self.url)
+            ended = "is committed" if self._failure is None else "was not saved"
+            _log.exception("SaveOptions.metrics failed; the checkpoint %s %s", self.url, ended)
         finally:
             unfinished.discard(self)
             self._finished.set_result(None)
@@ -438,22 +442,26 @@ class SaveQueue:
         if not request.is_delayed and len(self._pending) >= _MOST:
             self._pending[-_MOST].wait_ended()
         task = SaveTask(request.path, request.overwrite, request.options, request.find_base)
-        with task.failing(refused=True):  # so that the other processes are notified
-            self.errors.raise_unless_refused()
-        with collection_paused():
-            described_tree = self._describe(task, request)
-        # Early, if that costs the caller no time; and once more when it is this save's turn.
-        is_known = not request.is_delayed and not task.location.is_remote
-        if is_known and task.location.exists():
-            with task.failing():
-                task.check_destination()
-        previous = self._pending[-1] if self._pending else None
-        waited_s = 0.0 if previous is None else previous._snapshot.wait_complete()
-        with task.failing(), collection_paused():
-            snapshot = Snapshot(task, described_tree, self._area, request.owners, waited_s)
-            task.keep(snapshot.sources, snapshot.working_bytes)
-            pending = PendingSave(task, snapshot, previous, request.callbacks, self.errors)
-            pending._begin()
+        try:
+            with task.failing(refused=True):  # so that the other processes are notified
+                self.errors.raise_unless_refused()
+            with collection_paused():
+                described_tree = self._describe(task, request)
+            # Early, if that costs the caller no time; and once more when it is this save's turn.
+            is_known = not request.is_delayed and not task.location.is_remote
+            if is_known and task.location.exists():
+                with task.failing():
+                    task.check_destination()
+            previous = self._pending[-1] if self._pending else None
+            waited_s = 0.0 if previous is None else previous._snapshot.wait_complete()
+            with task.failing(), collection_paused():
+                snapshot = Snapshot(task, described_tree, self._area, request.owners, waited_s)
+                task.keep(snapshot.sources, snapshot.working_bytes)
+                pending = PendingSave(task, snapshot, previous, request.callbacks, self.errors)
+                pending._begin()
+        except BaseException as error:
+            send_failure(task.options, task.location.url, task.group, error)
+            raise
         self._pending = [*(p for p in self._pending if not p._finished.done()), pending]
         return pending
 

@@ -12,7 +12,7 @@ from unickpt.options import SaveOptions
 from unickpt.save_report import SaveReport
 from unickpt.saving.background import PendingSave, SaveQueue, SaveRequest
 from unickpt.saving.plan_cache import DescribedTree, PlanCache
-from unickpt.saving.task import SaveTask, call_metrics
+from unickpt.saving.task import SaveTask, call_metrics, send_failure
 from unickpt.saving.write_plan import DirectSource
 from unickpt.storage import paths
 from unickpt.storage.locations import Location
@@ -125,8 +125,12 @@ def save(
 
 def run(task: SaveTask, tree: Any, metadata: Mapping[str, Any] | None = None) -> SaveReport:
     """As `save`."""
-    with collection_paused():
-        report = _save(task, tree, metadata)
+    try:
+        with collection_paused():
+            report = _save(task, tree, metadata)
+    except BaseException as error:
+        send_failure(task.options, task.location.url, task.group, error)
+        raise
     call_metrics(task.options, report)
     return report
 

@@ -19,11 +19,17 @@ from unickpt.errors import SaveConflict, SaveTimeout
 from unickpt.format.index import Index
 from unickpt.frameworks.leaves import adapters
 from unickpt.frameworks.memory_budget import share
-from unickpt.frameworks.process_group import members_of, processes_on_node, saving_group, within
+from unickpt.frameworks.process_group import (
+    Group,
+    members_of,
+    processes_on_node,
+    saving_group,
+    within,
+)
 from unickpt.frameworks.protocol import ArraySource
 from unickpt.options import SaveOptions
 from unickpt.references.chunks import WriteItem
-from unickpt.save_report import SaveReport
+from unickpt.save_report import RunEvent, SaveReport, error_text, send_event
 from unickpt.saving.describe import Description, describe
 from unickpt.saving.save_features import SaveFeatures
 from unickpt.saving.write_plan import (
@@ -180,7 +186,9 @@ class SaveTask:
         try:
             self.attempt = self.group.next_attempt()
         except SaveTimeout as error:
-            raise SaveTimeout(f"{self.location}: {error}. Nothing was written.") from None
+            timeout = SaveTimeout(f"{self.location}: {error}. Nothing was written.")
+            send_failure(options, self.location.url, self.group, timeout)
+            raise timeout from None
         self.on_node = processes_on_node(self.group)
         """How many processes share the memory of this node."""
         self.working_bytes = share(options.budget_bytes, self.on_node)
@@ -548,6 +556,12 @@ def call_metrics(options: SaveOptions, report: SaveReport) -> None:
             call(report)
         except Exception:
             _log.exception("%s failed; the checkpoint %s is committed", name, report.url)
+
+
+def send_failure(options: SaveOptions, url: str, group: Group, error: BaseException) -> None:
+    """Sends `SaveOptions.metrics` the event that a save failed, at its very end."""
+    place = group.index, group.count
+    send_event(options.metrics, RunEvent("save failed", url, None, *place, error_text(error)))
 
 
 def _write_more(

@@ -60,8 +60,9 @@ def test_json_lines_has_the_metrics_of_the_step_also_nan(tmp_path: Path) -> None
         given = {"loss": 0.5, "norm": float("nan")}
         report = checkpointer.save(1, TREE, metrics=given, wait=True).result()
     assert report.metrics["loss"] == 0.5
-    (line,) = (tmp_path / "saves.jsonl").read_text().splitlines()
-    assert json.loads(line)["metrics"] == {"loss": 0.5, "norm": "nan"}
+    lines = [json.loads(line) for line in (tmp_path / "saves.jsonl").read_text().splitlines()]
+    assert [line.get("kind") for line in lines] == ["began", "step", None, "ended"]
+    assert lines[2]["metrics"] == {"loss": 0.5, "norm": "nan"}
 
 
 def test_a_reference_says_which_checkpoint_it_is(tmp_path: Path) -> None:
