@@ -58,7 +58,8 @@ def command(
     https://ui.perfetto.dev or chrome://tracing: a track for each process of each save, with its
     phases, and their bytes as arguments.
 
-    With --metrics, the page also shows removed steps, the time to each commit, and loads.
+    With --metrics, the page also shows removed steps, the time to each commit, loads,
+    failures and lost time.
     """
     page = report(path, out, metrics=metrics or (), trace=trace)
     for written in (page, *([Path(trace)] if trace else [])):

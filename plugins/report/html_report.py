@@ -22,7 +22,7 @@ from unickpt.plugins.report.page_data import collect_page_data
 
 SCRIPTS = (
     "core", "picture", "table", "metrics", "run", "timeline", "heatmap", "balance", "treemap",
-    "arrays", "main",
+    "arrays", "loads", "lost", "main",
 )  # fmt: skip
 """The parts of the page's script, in `page/`."""
 
@@ -44,7 +44,7 @@ def report(
         path: of a checkpoint, or of a folder of checkpoints.
         out: the file to write, on a local disk; it is replaced if it exists.
         metrics: files that `unickpt.integrations.metrics.JsonLines` wrote. They record removed
-            steps, the time to the commit, and loads.
+            steps, the time to the commit, loads, failures and lost time.
         trace: another file to write: the phases of each process, as trace events, which Perfetto
             and chrome://tracing open.
 

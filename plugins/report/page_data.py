@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -31,6 +31,7 @@ from unickpt.extend import (
 )
 from unickpt.plugins.report.array_facts import MOST_BYTES, describe_arrays, mesh_facts
 from unickpt.plugins.report.headline import headline, share_text
+from unickpt.plugins.report.load_groups import failure_rows, load_rows
 from unickpt.plugins.report.loop_cost import (
     LoopCost,
     ReportedSave,
@@ -39,7 +40,8 @@ from unickpt.plugins.report.loop_cost import (
     loop_cost,
     waited_for,
 )
-from unickpt.plugins.report.metric_lines import Lines, LoadedLine, SavedLine
+from unickpt.plugins.report.lost_time import LostTime, lost_time
+from unickpt.plugins.report.metric_lines import Lines, SavedLine
 from unickpt.plugins.report.metric_series import Series, series_of
 from unickpt.plugins.report.run_facts import MOST_STEPS, RunFacts, StepFacts
 
@@ -47,6 +49,7 @@ _MOST_NUMBERS = 200_000
 """Of the processes of all steps together: some 2 MB. The newest step is always there."""
 _MOST_PROCESSES = 1 << 16
 _MOST_REMNANTS = 200
+_MOST_INTERRUPTIONS = 1000
 _MOST_PATH, _MOST_ERROR = 400, 400
 _NAMED = 3  # folders in a note
 
@@ -59,7 +62,10 @@ def collect_page_data(run: RunFacts, lines: Lines, path: PathLike) -> dict[str, 
         lines: of the processes.
         path: as the user gave it.
     """
-    saves, loads, notes = _of_this(run, lines)
+    saves, own_lines, notes = _of_this(run, lines)
+    loads, older_loads = load_rows(own_lines.loads)
+    if older_loads:
+        notes.append(f"{counted(older_loads, 'older load is', 'older loads are')} left out")
     cost = _cost(run, saves)
     rows, (series, more) = _rows(run, saves)
     first = headline(run, [row["name"] for row in rows], series, cost)
@@ -81,7 +87,9 @@ def collect_page_data(run: RunFacts, lines: Lines, path: PathLike) -> dict[str, 
         "arrays": arrays,
         "left": _left(run.left),
         "holder": run.left and run.left.holder and shown_text(run.left.holder),
-        "loads": [_load(line) for line in loads],
+        "loads": loads,
+        "failures": failure_rows(own_lines.events),
+        "lost": _lost(lost_time(own_lines)) if run.is_run else None,
         "notes": [shown_text(note, _MOST_PATH) for note in notes],
     }
 
@@ -130,10 +138,8 @@ def _series(metric: Series) -> dict[str, Any]:
     }
 
 
-def _of_this(
-    run: RunFacts, lines: Lines
-) -> tuple[dict[str, list[SavedLine]], list[LoadedLine], list[str]]:
-    """The lines about checkpoints of this run: saves by the name of the folder, and loads."""
+def _of_this(run: RunFacts, lines: Lines) -> tuple[dict[str, list[SavedLine]], Lines, list[str]]:
+    """The lines about checkpoints of this run: saves by the name of the folder, and all."""
     saves, folders = dict[str, list[SavedLine]](), Counter[str]()
     for line in lines.saves:
         name = _name_in(run, line.url)
@@ -141,18 +147,47 @@ def _of_this(
             folders[line.url.rstrip("/").rpartition("/")[0]] += 1
         else:
             saves.setdefault(name, []).append(line)
-    loads = [line for line in lines.loads if _name_in(run, line.url) is not None]
+    is_of_run = cache(lambda url: _name_in(run, url) is not None or _is_run(run, url))
+    loads = [line for line in lines.loads if is_of_run(line.url)]
+    events = [line for line in lines.events if is_of_run(line.url)]
     named = ", ".join(list(folders)[:_NAMED]) + (", ..." if len(folders) > _NAMED else "")
     elsewhere = len(lines.loads) - len(loads)
     counts = [
         (len(run.others), "earlier checkpoint is", "earlier checkpoints are", "not shown"),
         (folders.total(), "line is", "lines are", f"of saves elsewhere, and not shown: {named}"),
         (elsewhere, "load is", "loads are", "of other checkpoints, and not shown"),
-        (lines.left_out, "older load is", "older loads are", "left out"),
+        (lines.left_out, "older line of loads is", "older lines of loads are", "left out"),
         (lines.unread, "line", "lines", "of the files of metrics could not be understood"),
     ]
     notes = [f"{counted(n, singular, many)} {what}" for n, singular, many, what in counts if n]
-    return saves, loads, notes
+    own_saves = [line for step_lines in saves.values() for line in step_lines]
+    return saves, replace(lines, saves=own_saves, loads=loads, events=events), notes
+
+
+def _is_run(run: RunFacts, url: str) -> bool:
+    try:
+        return resolve_path(url).url.rstrip("/") == run.url.rstrip("/")
+    except UnickptError:
+        return False
+
+
+def _lost(lost: LostTime | None) -> dict[str, Any] | None:
+    """Where the time of the run went, for the page."""
+    if lost is None:
+        return None
+    newest = lost.interruptions[-_MOST_INTERRUPTIONS:]
+    rows = [{**asdict(row), "error": shown_text(row.error, _MOST_ERROR)} for row in newest]
+    for row in rows:
+        moment = datetime.fromtimestamp(row["last_sign"], UTC)
+        row["time"] = moment.isoformat(timespec="seconds")
+    return {
+        "wall": lost.wall_s,
+        "effective": lost.effective_s,
+        "share": share_text(lost.ratio),
+        "count": len(lost.interruptions),
+        "steps": sum(row.lost_steps or 0 for row in lost.interruptions),
+        "rows": rows,
+    }
 
 
 def _name_in(run: RunFacts, url: str) -> str | None:
@@ -296,21 +331,6 @@ def _left(search: OrphanSearch | None) -> list[dict[str, Any]]:
         | {"kind": x.kind, "files": x.files, "bytes": x.nbytes}
         for what, x in rows[:_MOST_REMNANTS]
     ]
-
-
-def _load(line: LoadedLine) -> dict[str, Any]:
-    return {
-        "time": line.time.isoformat(timespec="seconds"),
-        "name": shown_text(line.url.rstrip("/").rpartition("/")[2]),
-        "counts": {shown_text(name): count for name, count in line.counts.items()},
-        "rows": [[shown_text(text, _MOST_PATH) for text in row] for row in line.rows],
-        "seconds": line.seconds,
-        "bytes": line.nbytes,
-        "read": line.read_bytes,
-        "received": line.received_bytes,
-        "waited": line.waited_s,
-        "waitedFor": shown_text(line.waited_for),
-    }
 
 
 # --- the timing of a save as columns of whole numbers ---------------------------------------------

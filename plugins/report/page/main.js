@@ -82,6 +82,9 @@ function _overview() {
       : null,
     last.arrays === null ? null : [grouped(last.arrays), "arrays"],
     data.is_run ? _costTile() : null,
+    data.lost && data.lost.count
+      ? [`≥ ${data.lost.share}`, "of the time of all jobs, effective training"]
+      : null,
     last.rate ? [rate(last.rate), "written, until all processes were done"] : null,
     isMissing(_took(last)) ? null : [seconds(_took(last)), _tookText(last)],
     took && took.blocked !== null ? [seconds(took.blocked), "the loop waited, at most"] : null,
@@ -95,62 +98,6 @@ function _overview() {
         ]
       : null,
   ]);
-}
-
-function _loads() {
-  const box = section("Loads", "As they were told of in the files of --metrics.");
-  const figure = (title, value, text) => ({
-    title,
-    number: true,
-    value,
-    text: (l) => (value(l) > 0 ? text(value(l)) : ""),
-  });
-  const kinds = [...new Set(data.loads.flatMap((load) => Object.keys(load.counts)))];
-  box.append(
-    table(
-      [
-        { title: "time", value: (l) => l.time, text: (l) => _date(l.time) },
-        { title: "checkpoint", name: true, value: (l) => l.name, text: (l) => l.name },
-        ...kinds.map((kind) => ({
-          title: kind,
-          number: true,
-          value: (l) => (Object.hasOwn(l.counts, kind) ? l.counts[kind] : 0),
-          text: (l) => (Object.hasOwn(l.counts, kind) ? grouped(l.counts[kind]) : ""),
-        })),
-        figure("seconds", (l) => l.seconds, seconds),
-        figure("bytes", (l) => l.bytes, bytes),
-        figure("rate", (l) => (l.seconds > 0 ? l.bytes / l.seconds : 0), rate),
-        figure("read", (l) => l.read, bytes),
-        figure("received", (l) => l.received, bytes),
-        {
-          ...figure("waited", (l) => l.waited, seconds),
-          text: (l) =>
-            l.waited > 0
-              ? seconds(l.waited) + (l.waitedFor ? `, most for process ${l.waitedFor}` : "")
-              : "",
-        },
-        {
-          title: "what",
-          name: true,
-          value: (l) => l.rows.length,
-          text: (l) => l.rows.flat().join(" "),
-          cell: (l) =>
-            l.rows.length
-              ? el(
-                  "details",
-                  {},
-                  el("summary", {}, counted(l.rows.length, "row")),
-                  l.rows.map((row) =>
-                    el("div", {}, `${row[0]} `, el("code", {}, row[1]), ` ${row[2]}`),
-                  ),
-                )
-              : "",
-        },
-      ],
-      { rows: data.loads, shown: 20, sort: [0, -1], noun: ["load", "loads"] },
-    ),
-  );
-  return box;
 }
 
 function _detail() {
@@ -193,6 +140,8 @@ function _start() {
   if (data.metrics.length && data.steps.length > 1) main.append(metricsSection());
   if (data.is_run) main.append(runSection());
   else if (data.steps[0].error) main.append(el("p", { class: "note bad" }, data.steps[0].error));
+  if (data.lost) main.append(lostSection());
+  if (data.failures.length) main.append(failuresSection());
   const detail = data.details.length ? _detail() : null;
   if (detail) main.append(detail.node);
   else
@@ -204,7 +153,7 @@ function _start() {
       ),
     );
   if (data.arrays) main.append(arraysSection());
-  if (data.loads.length) main.append(_loads());
+  if (data.loads.length) main.append(loadsSection());
   document
     .getElementById("footer")
     .append(`Made ${data.made} by ${data.library}. This page uses no network.`);

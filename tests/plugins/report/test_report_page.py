@@ -3,6 +3,7 @@ on any width, and what a checkpoint says stays text."""
 
 from __future__ import annotations
 
+import json
 import math
 import re
 import time
@@ -111,6 +112,7 @@ def test_a_run_is_drawn_in_all_its_parts(page: Browser, small: Path) -> None:
     assert page.texts("h2") == [
         "Metrics",
         "Steps",
+        "Lost time",
         "What each process did, and when",
         "Processes, the slowest first",
         "Arrays",
@@ -126,6 +128,43 @@ def test_a_run_is_drawn_in_all_its_parts(page: Browser, small: Path) -> None:
     assert page.run("performance.getEntriesByType('resource').length") == 0
     titles = page.run("[...document.querySelectorAll('h2')].map((title) => title.id)")
     assert len(set(titles)) == len(titles), "sections are named by their titles"
+
+
+def test_loads_and_interruptions_are_drawn(page: Browser, tmp_path: Path) -> None:
+    def load(process: int) -> dict[str, object]:
+        took = {"seconds": 1.0 + process, "waited_s": 0.5, "waited_for": {"7": 0.5}}
+        counts = {"bytes": 10**9, "read_bytes": 10**6, "received_bytes": 0}
+        shape = {"counts": {"loaded": 1}, "rows": [], "process": process, "processes": 8}
+        return {"kind": "load", "step": 1, **took, **counts, **shape}
+
+    def at(second: int, **line: object) -> str:
+        time = f"2026-11-28T10:00:{second:02d}+00:00"
+        return json.dumps({"time": time, "process": 0, "url": str(tmp_path / "run"), **line})
+
+    step = {"url": str(tmp_path / "run" / "step_1")}
+    failed = {"kind": "save failed", "error": f"StorageError: {EVIL}", "step": 3}
+    lines = [
+        at(1, kind="began", job="a"),
+        at(5, kind="step", job="a", step=1),
+        at(8, kind="step", job="a", step=4),
+        at(9, job="a", **step, **failed),
+        at(20, kind="began", job="b"),
+        *(at(30, **{"job": "b" if n == 0 else f"b{n}", **load(n), **step}) for n in range(8)),
+        at(35, kind="step", job="b", step=2),
+    ]
+    (tmp_path / "lines").write_text("\n".join(lines))
+    unickpt.save(tmp_path / "run" / "step_1", {"w": np.ones(3)})
+    page.open(unickpt.report(tmp_path / "run", tmp_path / "r.html", metrics=tmp_path / "lines"))
+    assert "Lost time" in page.texts("h2")
+    row = page.texts(in_section(page, "Lost time", "tbody tr td"))
+    assert row[1:8] == ["4", "1", "3", "1.00 s", "11.0 s", "1.00 s", "25.0 s"]
+    page.run("document.getElementById('found').removeAttribute('id')")
+    assert EVIL[:9] in page.texts(in_section(page, "Failures", "tbody tr"))[0]
+    page.run("document.getElementById('found').removeAttribute('id')")
+    assert is_drawn(page, in_section(page, "Loads", ".picture canvas"))
+    assert "8.0 GB" in page.texts("#found tbody tr")[0]
+    assert page.texts("#found tbody tr")[1].split("\t")[0] == "7", "the slowest first"
+    assert page.run("window.pwned") is None
 
 
 def test_tables_sort_by_what_is_clicked(page: Browser, small: Path) -> None:
