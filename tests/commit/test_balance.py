@@ -14,7 +14,7 @@ from support.processes import Processes
 from support.strategies import meshes
 
 from unickpt.commit import chunk_owners
-from unickpt.commit.chunk_owners import Shared
+from unickpt.commit.chunk_owners import Shared, Workload
 from unickpt.format import chunk_grid
 from unickpt.format.index import ArrayEntry
 from unickpt.types import Layout, Mesh
@@ -218,7 +218,7 @@ def test_processes_that_write_experts_write_less_of_the_rest(
     taken = [0] * len(held)
     for process in everyone:
         mine = rng.sample(held, len(held))
-        for unit, run in zip(mine, share(mine, process, known), strict=True):
+        for unit, run in zip(mine, share(mine, process, Workload(known)), strict=True):
             written[process] += unit.nbytes * len(run)
             taken[int(unit.key)] += len(run)
     assert taken == [1] * len(held)
@@ -233,7 +233,7 @@ def test_whatever_processes_write_alone(data: st.DataObject, count: int) -> None
     everyone = tuple(range(count))
     sizes = data.draw(st.lists(st.integers(1, 5).map(lambda n: n * 1000), max_size=30))
     held = [Shared(str(n), (0,), everyone, 1, size) for n, size in enumerate(sizes)]
-    runs = {p: chunk_owners.shares(held, p, alone) for p in everyone}
+    runs = {p: chunk_owners.shares(held, p, Workload(alone)) for p in everyone}
     assert all(sum(len(runs[p][n]) for p in everyone) == 1 for n in range(len(held)))
     written = {
         p: alone[p] + sum(u.nbytes for u, run in zip(held, runs[p], strict=True) if run)

@@ -36,7 +36,7 @@ from unickpt.frameworks.leaves import adapters
 from unickpt.saving import writer
 from unickpt.saving.describe import describe
 from unickpt.saving.save_features import SaveFeatures
-from unickpt.saving.write_plan import DirectSource, plan_writes
+from unickpt.saving.write_plan import DirectSource, Sharing, plan_writes
 from unickpt.storage import data_files, paths
 from unickpt.storage.data_files import DataFile
 from unickpt.storage.errors import Failed
@@ -743,7 +743,7 @@ def test_jobs_of_many_processes(count: int, tmp_path: Path) -> None:
         location = paths.resolve(tmp_path)
         attempt = Attempt(location, group, group.next_attempt(), context, 60)
         attempt.check_destination(False)
-        jobs = plan_writes(description, index).own_items
+        jobs = plan_writes(description, Sharing(index)).own_items
         direct = DirectSource(1 << 20)
         attempt.folder_of(index).child(data_files.FOLDER).make()
         attempt.publish(writer.ChunkWriter(attempt, description, 1 << 20, direct).write_all(jobs))

@@ -127,6 +127,8 @@ class Attempt:
         self.state = AttemptState.OPEN
         self.found: root.State | None = None
         """The root as it was before this attempt wrote anything."""
+        self.job_digest = ""
+        """The digest of the `JobBytes` that the coordinator announced; empty for none."""
         self.planned_bytes = 0
         """The part of this process, for messages."""
 
@@ -295,6 +297,7 @@ class Attempt:
             return None
         note = self.notes.announced()
         if note is not None and note.root == digest:
+            self.job_digest = note.job
             return note.totals
         # A network file system may not show the note yet. The root itself is conclusive.
         data = Database(self.location, self.context).reader().read(INDEX_KEY)

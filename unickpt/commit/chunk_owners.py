@@ -1,19 +1,24 @@
 """The owner of each chunk: the process that writes it; all processes compute the same one.
 
 Nothing is communicated. The processes that hold a chunk are its *replicas*. Each of them computes
-the writer from facts that all of them know: the arrays that they hold alike. So only chunks of the
-same replicas are balanced with each other, and with those of larger groups that contain them.
-(The load of other groups is not known to all of them, unless the previous step records it: for
-experts that take turns it does, so that other arrays go to processes that write few experts.)
+the writer from facts that all of them know: the arrays that they hold alike, and so those of the
+larger groups that contain theirs. The bytes of other groups, such as experts and pipeline stages,
+are known from an earlier save (`JobBytes`), those of experts that take turns from the previous
+step. Shared arrays then go to the processes with less to write. If processes know different numbers
+after a failure, a chunk may have two writers or none: the merge drops one, or requests the chunk.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
 
 import xxhash
+
+from unickpt.frameworks.job_bytes import ExpectedBytes, JobBytes, Replicas, writers_of
 
 # Statistics and biases are smaller. Writing all weights in one process would be unbalanced.
 _LITTLE_BYTES = 64 << 10
@@ -39,23 +44,50 @@ class Shared(NamedTuple):
     nbytes: int
 
 
-_NOTHING: Mapping[int, int] = {}
+@dataclass(frozen=True)
+class Workload:
+    """The facts besides the replicas by which chunks are shared out, alike on all processes.
+
+    Arguments:
+        alone: by process, the bytes that it writes in any case besides the groups of `job`.
+        job: the bytes of all groups, if known.
+        most_writers: how many replicas of a chunk may write it; None for all.
+    """
+
+    alone: Mapping[int, int] = field(default_factory=dict)
+    job: JobBytes | None = None
+    most_writers: int | None = None
+
+    @cached_property
+    def _expected(self) -> ExpectedBytes | None:
+        return None if self.job is None else self.job.expected(self.alone, self.most_writers)
+
+    def writers(self, replicas: Replicas) -> Replicas:
+        """The replicas that may write."""
+        return writers_of(replicas, self.most_writers)
+
+    def beside(self, replicas: Replicas, without: Iterable[Replicas]) -> dict[int, int]:
+        """The bytes that the writers of a group have to write besides some groups."""
+        writers = self.writers(replicas)
+        if self._expected is None:
+            return {process: self.alone.get(process, 0) for process in writers}
+        return self._expected.beside(writers, without)
 
 
-def shares(
-    fragments: Sequence[Shared], process: int, alone: Mapping[int, int] = _NOTHING
-) -> list[range]:
+_EQUAL = Workload()
+
+
+def shares(fragments: Sequence[Shared], process: int, work: Workload = _EQUAL) -> list[range]:
     """The run of chunks of each fragment, by position, that a process writes.
 
     Each chunk goes to the replica with the fewest bytes so far, the largest chunks first, so that
     at the end the bytes of two processes of a group differ by a small chunk. Bytes that they write
-    for larger groups count from the beginning.
+    for larger groups, and the expected ones of other groups, count from the beginning.
 
     Arguments:
         fragments: the fragments that the process holds.
         process: whose runs are returned.
-        alone: by process, the bytes that it writes in any case besides these; equal on all
-            processes.
+        work: of all processes.
     """
     groups: dict[tuple[int, ...], list[int]] = {}
     # By identity: hashing thousands of processes takes long.
@@ -66,20 +98,25 @@ def shares(
             group = groups_by_id[id(unit.replicas)] = groups.setdefault(unit.replicas, [])
         group.append(index)
     ranges = {index: range(unit.chunks) for index, unit in enumerate(fragments)}
-    done: list[dict[int, int]] = []  # bytes by process, of groups that were shared out
+    done = list[tuple[Replicas, set[int], dict[int, int]]]()  # bytes of groups that are shared out
     for replicas in sorted(groups, key=lambda group: (-len(group), group)):
         if len(replicas) == 1:
             continue
-        larger = [group for group in done if group.keys() >= set(replicas)]
-        written = {p: alone.get(p, 0) + sum(group[p] for group in larger) for p in replicas}
+        members = set(replicas)
+        larger = [group for group in done if group[1] >= members]
+        beside = work.beside(replicas, [replicas, *(group for group, _, _ in larger)])
+        written = {
+            p: nbytes + sum(parts.get(p, 0) for _, _, parts in larger)
+            for p, nbytes in beside.items()
+        }
         before, units = dict(written), {index: fragments[index] for index in groups[replicas]}
         ranges |= _share_out(units, written, process)
-        done.append({p: written[p] - before[p] for p in replicas})
+        done.append((replicas, members, {p: written[p] - before[p] for p in written}))
     return [*ranges.values()]
 
 
 def shares_of_assumed(
-    fragments: Sequence[Shared], process: int, alone: Mapping[int, int] = _NOTHING
+    fragments: Sequence[Shared], process: int, work: Workload = _EQUAL
 ) -> list[range]:
     """The same for whole arrays that all processes are assumed to hold, split over all of them.
 
@@ -90,19 +127,18 @@ def shares_of_assumed(
     """
     if not fragments:
         return []
-    processes = fragments[0].replicas
-    first = alone.get(0, 0)
-    total = sum(unit.nbytes for unit in fragments) + sum(alone.get(p, 0) for p in processes)
+    written = work.beside(fragments[0].replicas, ())
+    first = written[0]
+    total = sum(unit.nbytes for unit in fragments) + sum(written.values())
     left = dict(enumerate(fragments))
     ranges = {index: range(unit.chunks * (process == 0)) for index, unit in left.items()}
     single = [(unit.nbytes, unit.key, index) for index, unit in left.items() if unit.chunks == 1]
     for nbytes, _, index in sorted(single):
-        if not is_little(nbytes) and (first + nbytes) * len(processes) > total:
+        if not is_little(nbytes) and (first + nbytes) * len(written) > total:
             break
         del left[index]
         first += nbytes
-    written = {p: alone.get(p, 0) for p in processes} | {0: first}
-    ranges |= _share_out(left, written, process)
+    ranges |= _share_out(left, written | {0: first}, process)
     return [*ranges.values()]
 
 

@@ -16,6 +16,7 @@ from unickpt.commit.merge import Merged, MergePolicies, merge_all
 from unickpt.commit.merge_chunks import Requests
 from unickpt.commit.messages import (
     DESCRIPTION,
+    JOB_BYTES,
     MORE,
     OK,
     Announcement,
@@ -28,6 +29,7 @@ from unickpt.commit.messages import (
 from unickpt.errors import StorageError
 from unickpt.format import codec, index_json, written_index
 from unickpt.format.index import BORROWED_KEY, DIGESTS_KEY, INDEX_KEY, Index
+from unickpt.frameworks.job_bytes import JobBytes
 from unickpt.frameworks.process_group import saved_apart
 from unickpt.storage.database import digest_of
 from unickpt.storage.locations import Location
@@ -41,11 +43,13 @@ class Committed:
         totals: of the checkpoint.
         merged: the merged output of all processes.
         writers: the statistics of each process.
+        job: the bytes of the groups of replicas, if later saves need them.
     """
 
     totals: Totals
     merged: Merged
     writers: tuple[Mapping[str, float], ...]
+    job: JobBytes | None
 
 
 class Coordinator:
@@ -100,13 +104,13 @@ class Coordinator:
         manifest = self._build_root(merged, took)
         totals = Totals.from_index(merged.index)
         older = self._location.child("processes").folders(attempt.context)
-        self._announce(manifest, totals)
+        job = self._announce(manifest, totals, records)
         check(merged.index)
         self._write_root(manifest)
         attempt.become(AttemptState.COMMITTED)
         committed()
         self._remove_older_attempts(older)
-        return Committed(totals, merged, statistics_of(records, self._more))
+        return Committed(totals, merged, statistics_of(records, self._more), job)
 
     def _records(self) -> Records:
         """The records of all processes; that of a single process was never stored."""
@@ -180,15 +184,35 @@ class Coordinator:
             attempt.sync(attempt.folder.child("root"))
         return manifest
 
-    def _announce(self, manifest: bytes, totals: Totals) -> None:
-        """Announces the commit that is about to happen, unless a process has given up."""
+    def _announce(self, manifest: bytes, totals: Totals, records: Records) -> JobBytes | None:
+        """Announces the commit that is about to happen, unless a process has given up; returns the
+        bytes of the groups of replicas, if later saves need them."""
         attempt, replaced = self.attempt, dict[str, Totals]()
         if attempt.digest_found:
             replaced = attempt.replaced()
+        job = None if attempt.is_alone else self._job_bytes(records)
         if not attempt.is_alone or replaced:
-            attempt.notes.announce(Announcement(digest_of(manifest), totals, replaced))
+            digest = "" if job is None else job.digest
+            attempt.notes.announce(Announcement(digest_of(manifest), totals, replaced, digest))
         if not attempt.is_alone:
             attempt.notes.poll()
+        return job
+
+    def _job_bytes(self, records: Records) -> JobBytes | None:
+        """The bytes of the groups of replicas, if later saves need them; published as a note, if a
+        process does not know them yet."""
+        if not any(
+            group for _, record in records for group, _ in record.group_bytes if len(group) != 1
+        ):
+            return None
+        job = JobBytes.from_records(
+            ((process, record.group_bytes) for process, record in records), len(records)
+        )
+        if not job.is_uneven:
+            return None
+        if any(record.job != job.digest for _, record in records):
+            self.attempt.notes.put(JOB_BYTES.format(job.digest), job.encoded)
+        return job
 
     def _write_root(self, manifest: bytes) -> None:
         """The commit: one write, which the storage refuses if the root has changed."""

@@ -22,6 +22,7 @@ from unickpt.arrays.box import Box
 from unickpt.errors import ProcessFailed, StorageError
 from unickpt.format.chunk_grid import FULL_LINK
 from unickpt.format.index import BaseEntry, Index, nbytes_of
+from unickpt.frameworks.job_bytes import GroupBytes
 from unickpt.frameworks.process_group import Group
 from unickpt.storage.btree.builder import INLINE, PLACE_DTYPE, PLACE_FIELDS
 from unickpt.storage.kvstore import KvStore
@@ -70,6 +71,8 @@ class Record:
         extra: the codecs' notes about arrays, by codec and array number (`codecs.Extra`).
         notes: the features' notes about the save of this process, by feature name.
         units: the step of each of its units, by key, if a save may leave some out.
+        group_bytes: of the groups of replicas in which the process is the first (`JobBytes`).
+        job: the digest of the `JobBytes` by which it shared out chunks; empty for none.
     """
 
     description: int
@@ -88,6 +91,8 @@ class Record:
     extra: Mapping[str, Mapping[int, Any]] = field(default_factory=dict)
     notes: Mapping[str, Any] = field(default_factory=dict)
     units: Mapping[str, Mapping[int, int]] = field(default_factory=dict)
+    group_bytes: tuple[GroupBytes, ...] = ()
+    job: str = ""
 
     def with_statistics(self, more: Mapping[str, float]) -> Record:
         """The same with more statistics."""
@@ -184,7 +189,7 @@ FAILED: Final = "failed"
 Verb = Literal["failed", "died", "is silent"]
 """How a process has ended: as it said itself; or as others see, as its id, or its signs of life,
 are gone."""
-REQUEST, DESCRIPTION = "request", "description-{:016x}"
+REQUEST, DESCRIPTION, JOB_BYTES = "request", "description-{:016x}", "job-{}"
 REQUESTED = dict[int, dict[str, list[int]]]
 """A request: for each process, arrays and the positions of their chunks."""
 _COMMIT, _ERROR, _LEFT = "commit", "error-", "left-"
@@ -416,11 +421,13 @@ class Announcement:
         totals: of the checkpoint.
         replaced: the totals of the last checkpoints that it replaces, by the names of their
             attempts.
+        job: the digest of the job's `JobBytes`, for the next saves; empty if they do not matter.
     """
 
     root: str
     totals: Totals
     replaced: Mapping[str, Totals]
+    job: str = ""
 
 
 @dataclass(frozen=True)

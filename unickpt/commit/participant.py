@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
+from contextlib import suppress
 
 from unickpt.commit.attempt import Attempt, AttemptState
 from unickpt.commit.awaited_processes import Waits
-from unickpt.commit.messages import MORE, OK, REQUEST, Totals, WriteMore
+from unickpt.commit.messages import JOB_BYTES, MORE, OK, REQUEST, Totals, WriteMore
 from unickpt.errors import ProcessFailed, SaveTimeout
+from unickpt.frameworks.job_bytes import JobBytes
 
 # After a process gives up, how long the coordinator may take to finish a commit that was in
 # progress when it last checked for such a process.
@@ -35,6 +38,23 @@ def wait_committed(attempt: Attempt, write_more: WriteMore) -> Totals:
         totals = committed_totals
     attempt.become(AttemptState.COMMITTED)
     return totals
+
+
+def job_bytes(attempt: Attempt, jobs: Sequence[JobBytes]) -> JobBytes | None:
+    """The bytes of the job's groups of replicas, if the coordinator announced them.
+
+    Arguments:
+        attempt: that is committed.
+        jobs: those of earlier saves, which need not be read.
+    """
+    if not attempt.job_digest:
+        return None
+    for job in jobs:
+        if job.digest == attempt.job_digest:
+            return job
+    with suppress(Exception):  # then its next save writes chunks that others write, too
+        return JobBytes.decode(attempt.notes.get(JOB_BYTES.format(attempt.job_digest)))
+    return None
 
 
 def _wait(attempt: Attempt, write_more: WriteMore) -> Totals:

@@ -21,11 +21,13 @@ from numpy.typing import NDArray
 from unickpt.errors import ProcessFailed
 
 if TYPE_CHECKING:
+    from unickpt.frameworks.job_bytes import JobBytes
     from unickpt.frameworks.members import Members
     from unickpt.frameworks.process_states import Identity
 
 Bytes = NDArray[np.uint8]
 _PATIENCE_S = 1.0
+_MOST_JOBS = 4  # trees
 _LAUNCHERS = (
     ("LOCAL_WORLD_SIZE", "WORLD_SIZE"),
     ("OMPI_COMM_WORLD_LOCAL_SIZE", "OMPI_COMM_WORLD_SIZE"),
@@ -413,11 +415,13 @@ class JobSession:
         nodes: counts the processes on this node; None if the launcher says how many there are, or
             if they cannot be counted.
         peers: the identities of other processes, as far as this one has seen them.
+        jobs: the bytes of the trees that were saved last, the newest first; alike on all processes.
     """
 
     name: str
     nodes: NodeCount | None = None
     peers: dict[int, Identity] = field(default_factory=dict)
+    jobs: tuple[JobBytes, ...] = ()
     _attempts: Iterator[int] = field(default_factory=itertools.count)
 
     @classmethod
@@ -440,6 +444,29 @@ class JobSession:
 
     def next_attempt(self) -> str:
         return f"{self.name}-{next(self._attempts):06d}"
+
+
+class LearnedBytes:
+    """The bytes of a job's groups of replicas, as one save learns them for the next ones.
+
+    Arguments:
+        session: of the processes; None if nothing is kept for them.
+    """
+
+    job: JobBytes | None = None
+    """Known after the commit; None if the next saves do not need it."""
+
+    def __init__(self, session: JobSession | None) -> None:
+        self._session = session
+        self.jobs: tuple[JobBytes, ...] = () if session is None else session.jobs
+        """Those of earlier saves, when this one was requested."""
+
+    def remember(self) -> None:
+        """Lets the next saves balance by this one. All processes call this at the same point of the
+        program, not when they learn of the commit: else only some would plan the next save so."""
+        if self._session is not None and self.job is not None:
+            older = (job for job in self._session.jobs if job.digest != self.job.digest)
+            self._session.jobs = (self.job, *older)[:_MOST_JOBS]
 
 
 # --- the job of this process ---------------------------------------------------------------------

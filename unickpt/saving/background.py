@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from unickpt.errors import ForkedProcess, ProcessFailed, SaveTimeout, out_of_memory
+from unickpt.frameworks.process_group import LearnedBytes
 from unickpt.options import SaveOptions
 from unickpt.save_report import SaveReport
 from unickpt.saving.plan_cache import DescribedTree, PlanCache
@@ -420,6 +421,8 @@ class SaveQueue:
         """Held while a save begins; `SaveOptions.metrics` may save on another thread."""
         self._area, self._plans = HostMemoryPool(), PlanCache(_MOST)
         self._pending: list[PendingSave] = []
+        self._learned: list[LearnedBytes] = []
+        """Of the last saves, which the next ones balance by."""
         self._is_forgotten = False  # if True, the state may differ from that of the last call
         self.errors = BackgroundErrors()
 
@@ -441,6 +444,8 @@ class SaveQueue:
     def _begin(self, request: SaveRequest) -> PendingSave:
         if not request.is_delayed and len(self._pending) >= _MOST:
             self._pending[-_MOST].wait_ended()
+        while len(self._learned) >= _MOST:  # those that have ended on all processes
+            self._learned.pop(0).remember()
         task = SaveTask(request.path, request.overwrite, request.options, request.find_base)
         try:
             with task.failing(refused=True):  # so that the other processes are notified
@@ -462,6 +467,8 @@ class SaveQueue:
         except BaseException as error:
             send_failure(task.options, task.location.url, task.group, error)
             raise
+        if task.learned is not None and not request.is_delayed:
+            self._learned.append(task.learned)
         self._pending = [*(p for p in self._pending if not p._finished.done()), pending]
         return pending
 

@@ -145,6 +145,8 @@ def _save(job: SaveTask, root: Any, metadata: Mapping[str, Any] | None) -> SaveR
             plan = described_tree.plan()
         report = job.run(plan, DirectSource(job.working_bytes))
     described_tree.give_back()  # a failed save drops it, with all that it references
+    if job.learned is not None:
+        job.learned.remember()
     return report
 
 

@@ -300,7 +300,7 @@ def plan_staging(writes: WritePlan, capture: SnapshotPolicy, memory: CopyMemory)
         method = capture.methods[item.fragment]
         copy = method in _COPIES and not waits_for_commit
         items[method if copy else SnapshotMethod.REFERENCE].append(item)
-    writes = WritePlan(writes.held_items, planned)
+    writes = replace(writes, own_items=planned)
     copies = [item.nbytes for method in _COPIES | BACKGROUND for item in items[method]]
     left = 0
     if sum(copies) > memory.budget:  # else none has to wait for another

@@ -21,9 +21,11 @@ from unickpt.frameworks.leaves import adapters
 from unickpt.frameworks.memory_budget import share
 from unickpt.frameworks.process_group import (
     Group,
+    LearnedBytes,
     members_of,
     processes_on_node,
     saving_group,
+    session_of,
     within,
 )
 from unickpt.frameworks.protocol import ArraySource
@@ -35,6 +37,7 @@ from unickpt.saving.save_features import SaveFeatures
 from unickpt.saving.write_plan import (
     BorrowingSource,
     ChunkSource,
+    Sharing,
     Staged,
     WritePlan,
     check_alone,
@@ -189,6 +192,10 @@ class SaveTask:
             timeout = SaveTimeout(f"{self.location}: {error}. Nothing was written.")
             send_failure(options, self.location.url, self.group, timeout)
             raise timeout from None
+        self.learned: LearnedBytes | None = None
+        """What the next saves need of this one; None for a process that saves alone."""
+        if self.group.count > 1:
+            self.learned = LearnedBytes(session_of(self.group))
         self.on_node = processes_on_node(self.group)
         """How many processes share the memory of this node."""
         self.working_bytes = share(options.budget_bytes, self.on_node)
@@ -271,9 +278,11 @@ class SaveTask:
             earlier_plan: the plan of an earlier save of the same tree.
         """
         with self.timings.phase("plan"):
+            jobs = () if self.learned is None else self.learned.jobs
+            sharing = Sharing(self.group.index, jobs)
             if earlier_plan is None:
-                return plan_writes(self.description, self.group.index)
-            return plan_again(earlier_plan, self.description, self.group.index)
+                return plan_writes(self.description, sharing)
+            return plan_again(earlier_plan, self.description, sharing)
 
     def check_destination(self) -> None:
         """Raises an error if the destination cannot be used; see `save`."""
@@ -378,6 +387,12 @@ class SaveTask:
             record = replace(record, units=self.description.selection.steps)
         if notes := self.features.notes(base, self.description.index.arrays):
             record = replace(record, notes=notes)
+        if self.group.count > 1:
+            own_groups = [
+                g for g in plan.group_bytes.items() if (g[0] or (0,))[0] == self.group.index
+            ]
+            job = "" if plan.job is None else plan.job.digest
+            record = replace(record, group_bytes=tuple(own_groups), job=job)
         return writer, self._with_replicas(record, plan, source)
 
     def _begin_reports(self, writer: ChunkWriter, reports: ExitStack) -> None:
@@ -464,11 +479,15 @@ class SaveTask:
             coordinator = Coordinator(self._attempt, write_more, self.features.policies)
             index, digest = description.index, description.digest
             committed = coordinator.commit(index, digest, check, end_reports)
-            totals = committed.totals
+            totals, job = committed.totals, committed.job
         else:
-            from unickpt.commit.participant import wait_committed  # only where there are several
+            from unickpt.commit import participant  # only where there are several
 
-            totals = wait_committed(self._attempt, write_more)
+            totals = participant.wait_committed(self._attempt, write_more)
+            jobs = () if self.learned is None else self.learned.jobs
+            job = participant.job_bytes(self._attempt, jobs)
+        if self.learned is not None:
+            self.learned.job = job
         self._become(SaveState.COMMITTED)
         return totals, committed
 

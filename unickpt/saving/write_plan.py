@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from operator import attrgetter
 from typing import TYPE_CHECKING, Protocol
@@ -18,6 +18,7 @@ from unickpt.saving.describe import Description
 
 if TYPE_CHECKING:
     from unickpt.commit.chunk_owners import Shared
+    from unickpt.frameworks.job_bytes import JobBytes, Replicas
     from unickpt.references.policy import ReferenceSource
 
 
@@ -29,23 +30,51 @@ class WritePlan:
         held_items: all that it could write, in the order of the description.
         own_items: those that it writes, in the order of writing.
         alone: whether no other process holds any of them.
+        group_bytes: of the groups of replicas of which this process is one, without units.
+        job: the bytes of all groups by which the chunks are shared out, if known.
     """
 
     held_items: Sequence[WriteItem]
     own_items: Sequence[WriteItem]
     alone: bool = False
+    group_bytes: Mapping[Replicas, int] = field(default_factory=dict)
+    job: JobBytes | None = None
 
 
-def plan_writes(description: Description, process: int) -> WritePlan:
+@dataclass(frozen=True)
+class Sharing:
+    """The facts by which replicas are shared out, alike on all processes.
+
+    Arguments:
+        process: that plans.
+        jobs: the bytes of trees that were saved before, the newest first.
+        most_writers: how many replicas of a chunk may write it; None for all.
+    """
+
+    process: int
+    jobs: Sequence[JobBytes] = ()
+    most_writers: int | None = None
+
+    def job_of(self, group_bytes: Mapping[Replicas, int]) -> JobBytes | None:
+        """The bytes of the tree in which this process holds these groups, if known."""
+        return next((job for job in self.jobs if job.describes(group_bytes)), None)
+
+
+def plan_writes(description: Description, sharing: Sharing) -> WritePlan:
     """Plans what a process writes."""
-    return _plan(list(_held_items(description)), description, process)
+    return _plan(list(_held_items(description)), description, sharing)
 
 
-def plan_again(plan: WritePlan, description: Description, process: int) -> WritePlan:
+def plan_again(plan: WritePlan, description: Description, sharing: Sharing) -> WritePlan:
     """As `plan_writes`, from an earlier plan of the same tree, perhaps of a save of other units."""
     selection = description.selection
+    job = sharing.job_of(plan.group_bytes) if sharing.jobs else None
     if selection is None or not description.units:
-        return plan
+        if job == plan.job:
+            return plan
+        if plan.alone:  # replicas are not split
+            return replace(plan, job=job)
+        return _plan(plan.held_items, description, sharing)
     changed = dict[int, WriteItem]()
     for item in plan.held_items:
         if item.unit is not None:  # a chunk has one unit
@@ -54,16 +83,42 @@ def plan_again(plan: WritePlan, description: Description, process: int) -> Write
                 changed[id(item)] = item.with_borrowed(borrowed)
     held_items = [changed.get(id(item), item) for item in plan.held_items]
     if plan.alone:  # replicas are not split
-        return WritePlan(held_items, [changed.get(id(item), item) for item in plan.own_items], True)
-    return _plan(held_items, description, process)
+        own_items = [changed.get(id(item), item) for item in plan.own_items]
+        return replace(plan, held_items=held_items, own_items=own_items, job=job)
+    return _plan(held_items, description, sharing)
 
 
-def _plan(held_items: Sequence[WriteItem], description: Description, process: int) -> WritePlan:
+def _plan(held_items: Sequence[WriteItem], description: Description, sharing: Sharing) -> WritePlan:
     alone = all(len(item.fragment.replicas) == 1 for item in held_items)
-    own_items = list(held_items) if alone else _own_items(held_items, process, description)
+    group_bytes = _bytes_by_group(held_items) if description.index.processes > 1 else {}
+    job = sharing.job_of(group_bytes) if sharing.jobs else None
+    own_items = list(held_items) if alone else _own_items(held_items, sharing, job, description)
     if description.units:  # each unit is written to files of its own: see `Writer`
         own_items.sort(key=lambda item: item.unit or ("", -1))
-    return WritePlan(held_items, own_items, alone)
+    return WritePlan(held_items, own_items, alone, group_bytes, job)
+
+
+def _bytes_by_group(held_items: Sequence[WriteItem]) -> Mapping[Replicas, int]:
+    """The bytes of the groups of replicas of which this process is one, without units; those of
+    assumed replicas under an empty group."""
+    # By identity: hashing thousands of processes takes long.
+    groups_by_id: dict[int, tuple[Replicas, int]] = {}
+    for item in held_items:
+        if item.unit is None:
+            replicas: Replicas = () if item.assumed else item.fragment.replicas
+            _, nbytes = groups_by_id.get(id(replicas), ((), 0))
+            groups_by_id[id(replicas)] = replicas, nbytes + _stored_bytes(item)
+    group_bytes: dict[Replicas, int] = {}
+    for replicas, nbytes in groups_by_id.values():
+        group_bytes[replicas] = group_bytes.get(replicas, 0) + nbytes
+    return group_bytes
+
+
+def _stored_bytes(item: WriteItem) -> int:
+    # Without a codec as in memory: other processes may have more pieces.
+    if item.entry.codec is None:
+        return item.nbytes
+    return codec.nbytes_as_stored(item.entry, item.box.shape)
 
 
 def _held_items(description: Description) -> Iterator[WriteItem]:
@@ -111,7 +166,10 @@ def _held_items(description: Description) -> Iterator[WriteItem]:
 
 
 def _own_items(
-    held_items: Sequence[WriteItem], process: int, description: Description
+    held_items: Sequence[WriteItem],
+    sharing: Sharing,
+    job: JobBytes | None,
+    description: Description,
 ) -> list[WriteItem]:
     """The chunks that a process writes; replicas are split among the processes that hold them.
 
@@ -128,15 +186,22 @@ def _own_items(
     mine: list[WriteItem] = []
     selection = description.selection
     alone = {} if selection is None else selection.bytes_by_process
-    for bytes_by_process, candidate_runs in (
-        ({}, [run for run in runs if run[0].unit is not None] if description.units else []),
-        (alone, [run for run in runs if run[0].unit is None] if description.units else runs),
+    most = sharing.most_writers
+    for work, candidate_runs in (
+        (
+            chunk_owners.Workload(most_writers=most),
+            [run for run in runs if run[0].unit is not None] if description.units else [],
+        ),
+        (
+            chunk_owners.Workload(alone, job, most),
+            [run for run in runs if run[0].unit is None] if description.units else runs,
+        ),
     ):
         for assumed, share in (False, chunk_owners.shares), (True, chunk_owners.shares_of_assumed):
             matching_runs = [run for run in candidate_runs if run[0].assumed is assumed]
             shared = [_shared(run) for run in matching_runs]
             for run, positions in zip(
-                matching_runs, share(shared, process, bytes_by_process), strict=True
+                matching_runs, share(shared, sharing.process, work), strict=True
             ):
                 mine += _some_of(run, positions)
     return sorted(mine, key=attrgetter("array"))
@@ -160,12 +225,7 @@ def _shared(run: Sequence[WriteItem]) -> Shared:
     box, replicas = first.fragment.box, first.fragment.replicas
     nbytes = 0
     if len(replicas) > 1:
-        nbytes = sum(
-            item.nbytes
-            if first.entry.codec is None  # other processes may have more pieces
-            else codec.nbytes_as_stored(first.entry, item.box.shape)
-            for item in run
-        )
+        nbytes = sum(map(_stored_bytes, run))
     return Shared(first.part.key, box.start, replicas, sum(i.count for i in run), nbytes)
 
 

@@ -25,7 +25,7 @@ from unickpt.plugins.experts.keys import ExpertKeys
 from unickpt.plugins.experts.lost_tokens import ExpertRecord
 from unickpt.plugins.experts.partial_save import PartialSave
 from unickpt.saving import plan_cache, task, write_plan
-from unickpt.saving.write_plan import WritePlan
+from unickpt.saving.write_plan import Sharing, WritePlan
 
 EXPERTS = 4
 KEYS: dict[str, Any] = {"layers/{l}/experts/{x}/**": 1, "up": (0, 1)}
@@ -48,9 +48,9 @@ def facts(plan: WritePlan) -> list[list[Any]]:
 def plans_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     """A plan that is made of a known one is what it would be without."""
 
-    def compared(known: WritePlan, description: Any, process: int) -> WritePlan:
-        found = write_plan.plan_again(known, description, process)
-        assert facts(found) == facts(write_plan.plan_writes(description, process))
+    def compared(known: WritePlan, description: Any, sharing: Sharing) -> WritePlan:
+        found = write_plan.plan_again(known, description, sharing)
+        assert facts(found) == facts(write_plan.plan_writes(description, sharing))
         return found
 
     monkeypatch.setattr(task, "plan_again", compared)
