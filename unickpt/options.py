@@ -117,6 +117,8 @@ class SaveOptions(CommonOptions):
         progress: True for a bar on process 0, or a function of the bytes saved and in total.
         features: further plug-ins (`unickpt.extend.SaveFeature`), such as a codec.
         timing: whether to store the seconds of each process; None: if there are several.
+        writers: how many of the processes with the same data write it, spread evenly over them and
+            so over the nodes: fewer files. Data that one process holds it always writes. None: all.
 
     Raises:
         MissingPackage: `progress=True` without tqdm.
@@ -150,6 +152,7 @@ class SaveOptions(CommonOptions):
     progress: Progress = None
     features: Sequence[SaveFeature] = ()
     timing: bool | None = None
+    writers: int | None = None
 
     __repr__ = changed_repr
 
@@ -162,6 +165,8 @@ class SaveOptions(CommonOptions):
             raise ValueError(
                 f"chunk_shape={self.chunk_shape!r} must be a tuple of positive integers"
             )
+        if self.writers is not None and not _is_shape((self.writers,)):
+            raise ValueError(f"writers={self.writers!r} must be a positive integer, or None")
         if self.reuse not in REUSES:
             raise ValueError(f"reuse {self.reuse!r} is not one of {', '.join(REUSES)}")
         if not 0 <= self.kept_cost < math.inf:

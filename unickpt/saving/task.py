@@ -279,7 +279,7 @@ class SaveTask:
         """
         with self.timings.phase("plan"):
             jobs = () if self.learned is None else self.learned.jobs
-            sharing = Sharing(self.group.index, jobs)
+            sharing = Sharing(self.group.index, jobs, self.options.writers)
             if earlier_plan is None:
                 return plan_writes(self.description, sharing)
             return plan_again(earlier_plan, self.description, sharing)

@@ -123,7 +123,8 @@ class ChunkWriter:
         description, process = self._description, self._attempt.group.index
         blobs, sources = description.blobs, description.sources
         descriptions = [description.encoded] if process > 0 else []  # the coordinator has its own
-        if descriptions and not self._attempt.location.shares_data:
+        # A process that writes no chunks makes no file for it.
+        if descriptions and not (items and self._attempt.location.shares_data):
             self._attempt.notes.put(DESCRIPTION.format(description.digest), descriptions.pop())
         values = [*(blob.data for blob in blobs.values()), *descriptions]
         done = self._take_or_write(items, values)
