@@ -12,6 +12,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain, islice, pairwise
 from operator import lt
 from typing import Any, NamedTuple
@@ -226,15 +227,11 @@ def _files(paths: Sequence[bytes]) -> bytes:
     if not paths:
         return b"\0"
     shared, lengths, suffixes = _without_shared(paths)
-    return _file_table(shared, lengths, suffixes)
+    numbers = _numbers([len(paths), *shared[1:], *lengths])
+    return b"".join([numbers, bytes(len(paths)), suffixes])
 
 
-def _file_table(shared: Any, lengths: Any, suffixes: bytes) -> bytes:
-    """A table of files, by the columns of `_without_shared`."""
-    numbers = _numbers([len(lengths)]) + _numbers(_both(shared[1:], lengths))
-    return b"".join([numbers, bytes(len(lengths)), suffixes])
-
-
+@dataclass(frozen=True)
 class _FileTables:
     """The tables of files of all leaves: each has some of the same paths.
 
@@ -245,34 +242,39 @@ class _FileTables:
         paths: of all files, ascending.
     """
 
-    def __init__(self, paths: Sequence[bytes]) -> None:
-        self._paths = paths
-        self._lengths = np.fromiter(map(len, paths), np.int64, len(paths))
+    paths: Sequence[bytes]
+
+    @cached_property
+    def _columns(self) -> tuple[PlaceArray, PlaceArray, PlaceArray, bytes]:
+        """The bytes of each path, those that it shares with the one before it, where the others
+        end, and these, joined."""
+        paths = self.paths
+        lengths = np.fromiter(map(len, paths), np.int64, len(paths))
         shared, suffixes = [np.zeros(1, np.int64)], list[bytes](paths[:1])
         for start in range(0, len(paths) - 1, _ENTRIES):
             of_batch, _, unshared = _without_shared(paths[start : start + _ENTRIES + 1])
             shared.append(np.asarray(of_batch[1:], np.int64))
             suffixes.append(unshared[len(paths[start]) :])
-        self._shared, self._suffixes = np.concatenate(shared), b"".join(suffixes)
-        self._ends = np.cumsum(self._lengths - self._shared[: len(paths)])
+        counts = np.concatenate(shared)
+        return lengths, counts, np.cumsum(lengths - counts), b"".join(suffixes)
 
     def subset(self, used: PlaceArray) -> bytes:
         """The table of some of the files, by their numbers, which ascend."""
-        breaks = np.flatnonzero(np.diff(used) != 1) + 1
+        breaks: list[int] = []
+        if len(used) >= _FEW:
+            breaks = (np.flatnonzero(used[1:] - used[:-1] != 1) + 1).tolist()
         if len(used) < _FEW or len(breaks) * 4 > len(used):
-            return _files([self._paths[number] for number in used.tolist()])
-        shared, suffixes, start = self._shared[used], list[bytes](), 0
-        for stop in [*breaks.tolist(), len(used)]:
+            return _files([self.paths[number] for number in used.tolist()])
+        lengths, counts, ends, joined = self._columns
+        shared, suffixes, start = counts[used], list[bytes](), 0
+        for stop in [*breaks, len(used)]:
             first, last = int(used[start]), int(used[stop - 1])
-            if start:
-                before = int(used[start - 1])
-                shared[start] = self._shared[before + 1 : first + 1].min()
-            else:
-                shared[0] = 0
-            suffixes.append(self._paths[first][int(shared[start]) :])
-            suffixes.append(self._suffixes[self._ends[first] : self._ends[last]])
+            before = int(used[start - 1]) if start else first
+            shared[start] = counts[before + 1 : first + 1].min() if start else 0
+            suffixes += self.paths[first][int(shared[start]) :], joined[ends[first] : ends[last]]
             start = stop
-        return _file_table(shared, self._lengths[used] - shared, b"".join(suffixes))
+        numbers = _numbers([len(used)]) + _numbers(_both(shared[1:], lengths[used] - shared))
+        return b"".join([numbers, bytes(len(used)), *suffixes])
 
 
 def _without_shared(texts: Sequence[bytes]) -> tuple[Any, Any, bytes]:
