@@ -13,6 +13,7 @@ import xxhash
 
 from unickpt.errors import InvalidPath
 from unickpt.storage import schemes
+from unickpt.storage.locations import Location
 
 _ATTEMPTS = 10
 _METADATA = "http://169.254.169.254"
@@ -239,4 +240,10 @@ def _has_role(service: str) -> bool:
         metadata.close()
 
 
-SCHEME = schemes.Scheme("s3", spec, resources, credentials=credentials)
+class S3Location(Location):
+    """A folder in a bucket. TensorStore writes each object with one PUT, never in parts."""
+
+    most_object_bytes = 5 << 30
+
+
+SCHEME = schemes.Scheme("s3", spec, resources, S3Location, credentials)

@@ -20,6 +20,7 @@ import xxhash
 
 from unickpt.commit.attempt import Attempt
 from unickpt.commit.messages import DESCRIPTION, Record
+from unickpt.errors import StorageError
 from unickpt.format import codec, codecs
 from unickpt.format.chunk_grid import FULL_LINK
 from unickpt.references.chunks import Compared, ValuePlaces, WriteItem
@@ -27,6 +28,7 @@ from unickpt.saving.describe import Description
 from unickpt.saving.write_plan import ChunkSource, StagedChunk
 from unickpt.storage import data_files
 from unickpt.storage.data_files import DataFile
+from unickpt.storage.locations import Location
 from unickpt.threads import Pool, Window, in_batches
 
 if TYPE_CHECKING:
@@ -84,7 +86,7 @@ class ChunkWriter:
         self._attempt, self._description, self._budget = attempt, description, budget_bytes
         self._source, self._encoder, self._encoders = source, encoder, description.encoders
         self._base = base
-        self._folder = attempt.own
+        self.location, self._folder = attempt.location, attempt.own
         self.is_local = self._folder.is_local
         self._copies = 0 if self.is_local else 2
         """How many copies of an object are in memory while it is written."""
@@ -253,7 +255,8 @@ class ChunkWriter:
         else:
             batch_bytes = max(total // self._file_threads, _LEAST_OBJECT_BYTES)
         copies = self._copies + self._buffers
-        batch_bytes = min(batch_bytes, _FILE_BYTES, max(1, self._budget // (4 + 2 * copies)))
+        batch_bytes = min(batch_bytes, _FILE_BYTES, self._folder.most_object_bytes)
+        batch_bytes = min(batch_bytes, max(1, self._budget // (4 + 2 * copies)))
         if not self.observers or not total:
             return batch_bytes
         multiple = max(observer.multiple for observer in self.observers)
@@ -390,6 +393,10 @@ class _Batch:
                 if file.is_streamed:
                     self._count(before + item.nbytes - self._done_bytes)
             for value in self._values:
+                if not file.is_streamed:
+                    _check_size(
+                        self._writer.location, file, (memoryview(value),), "a value of this process"
+                    )
                 file.add((memoryview(value),))
             for data_file in self._both(file):
                 data_file.close()
@@ -439,6 +446,13 @@ class _Batch:
             self._apart = self._apart or _Apart(self._writer.new_file())
             file, rows = self._apart.file, self._apart.rows
         value, encoded_digest, _ = encoded or self._writer.encode(item, data)
+        if not file.is_streamed:
+            _check_size(
+                self._writer.location,
+                file,
+                value,
+                f"array {item.entry.name!r}: the chunk {item.box}",
+            )
         digest = encoded_digest if digest is None else digest
         if digest is None and len(value[0]) <= _HASHED_FIRST_BYTES:
             digest = xxhash.xxh3_64_intdigest(value[0])
@@ -471,6 +485,20 @@ class _Batch:
         self._links.append(link)
         self.nbytes += len(value)
         self.stored_bytes += len(value)
+
+
+def _check_size(location: Location, file: DataFile, value: Sequence[memoryview], what: str) -> None:
+    """Refuses a value with which an object would be larger than the storage takes.
+
+    Raises:
+        StorageError: names the value.
+    """
+    nbytes, most = sum(map(len, value)), location.most_object_bytes
+    if sum(file.lengths) + nbytes > most:
+        raise StorageError(
+            f"{location}: {what} has {nbytes} bytes, but this storage takes at most {most} for an "
+            "object. Nothing was saved. Lower SaveOptions(chunk_bytes=), or divide the value"
+        )
 
 
 @dataclass(frozen=True)

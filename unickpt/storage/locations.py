@@ -42,6 +42,8 @@ class Location:
     """Whether this is in a local file system, which has real folders, links and locks."""
     shares_data: ClassVar[bool] = True
     """Whether each process of a save can read the data files of the others."""
+    most_object_bytes: ClassVar[int] = 1 << 62
+    """The largest object that the storage takes in one request."""
     is_seen: ClassVar[bool] = True
     """Whether this process can read the files here."""
 
