@@ -99,6 +99,7 @@ soak: .venv/installed
 	$(BIN)/python -m pytest -m hypothesis --timeout=3600 --hypothesis-profile=others
 	$(BIN)/python tests/soak.py --kills 1000
 	$(BIN)/python tests/soak.py --kills 140 --s3
+	$(BIN)/python tests/weights_soak.py --versions 10000
 	$(BIN)/python tests/environments.py chaos
 
 bench: .venv/installed

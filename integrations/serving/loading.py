@@ -14,14 +14,17 @@ from unickpt.errors import LoadMismatch
 from unickpt.extend import convertible, first_few
 from unickpt.integrations.serving.recorder import LoadRecorder, WeightCopy, fragments_of
 
+_MODEL = "model/"
+
 
 class CheckpointLoader:
     """Fills models from a checkpoint; writes nothing.
 
     Arguments:
         settings: `path`, the checkpoint; `rules`, from stored names to those of Hugging Face: a
-            preset's name, a file, or text; `under`, the part of the checkpoint, as for
-            `unickpt.load`; and `hints`, as for `unickpt.open`. All are optional.
+            preset's name, a file, or text; `sizes` for them, as for `Rules.preset`; `under`, the
+            part of the checkpoint, as for `unickpt.load`; and `hints`, as for `unickpt.open`. All
+            are optional. Of a training state, stored or made by rules, `model` is loaded.
         option: has the settings, for errors.
 
     Raises:
@@ -31,11 +34,12 @@ class CheckpointLoader:
     def __init__(self, settings: Mapping[str, Any] | None, option: str) -> None:
         options = dict(settings or {})
         self._path = options.pop("path", None)
-        self._rules = rules_named(options.pop("rules", None))
+        self._rules = rules_named(options.pop("rules", None), options.pop("sizes", None))
         self._under, self._hints = options.pop("under", ""), options.pop("hints", None)
         if options:
             raise ValueError(
-                f"{option} has {', '.join(sorted(options))}; it takes path, rules, under and hints"
+                f"{option} has {', '.join(sorted(options))}; it takes path, rules, sizes, under "
+                "and hints"
             )
 
     def load(
@@ -97,10 +101,15 @@ class _Source:
     def __init__(self, checkpoint: Checkpoint, rules: Rules | None) -> None:
         self._checkpoint, self._rules = checkpoint, rules
         entries = convertible(checkpoint.reader, rules, None).index.entries
+        has_model = any(name.startswith(_MODEL) for name in entries)
+        self._above = _MODEL if has_model else ""
+        named = {n.removeprefix(self._above): n for n in entries if n.startswith(self._above)}
         self.arrays = {
-            name: torch.empty(entry.shape, dtype=getattr(torch, entry.dtype), device="meta")
-            for name, entry in entries.items()
-            if "/" not in name
+            short: torch.empty(
+                entries[name].shape, dtype=getattr(torch, entries[name].dtype), device="meta"
+            )
+            for short, name in named.items()
+            if "/" not in short
         }
         """All arrays, without data."""
 
@@ -117,17 +126,23 @@ class _Source:
 
     def _load(self, tree: Mapping[str, Any]) -> None:
         """Fills a part of the arrays; rules see that all are wanted."""
-        like = {**self.arrays, **tree}
-        only = None if self.arrays.keys() == tree.keys() else list(tree)
+        like: dict[str, Any] = {**self.arrays, **tree}
+        only = None
+        if self.arrays.keys() != tree.keys():
+            only = [self._above + name for name in tree]
+        if self._above:
+            like = {self._above.rstrip("/"): like}
         unickpt.load(
             self._checkpoint, like, rules=self._rules, only=only, unexpected="skip", cast=True
         )
 
 
-def rules_named(rules: str | None) -> Rules | None:
+def rules_named(rules: str | None, sizes: Mapping[str, int] | None = None) -> Rules | None:
     """Rules from settings: the name of a preset, a file, or text."""
     if rules is None:
         return None
     if rules in Rules.presets():
-        return Rules.preset(rules)
-    return Rules.load(rules) if os.path.isfile(rules) else Rules.parse(rules)
+        return Rules.preset(rules, sizes=sizes)
+    if os.path.isfile(rules):
+        return Rules.load(rules, sizes=sizes)
+    return Rules.parse(rules, sizes=sizes)

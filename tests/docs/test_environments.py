@@ -35,6 +35,13 @@ def test_what_an_environment_names_exists(environment: Environment) -> None:
         assert "*" in function or not function or function in known, pattern
 
 
+@pytest.mark.parametrize("environment", ALL.values(), ids=lambda each: each.name)
+def test_files_of_an_environment_have_unique_names(environment: Environment) -> None:
+    """Else pytest takes none of them, without packages."""
+    names = [Path(file).name for file in environment.files]
+    assert len(names) == len(set(names))
+
+
 def test_a_pattern_stands_for_its_test_and_its_parameters() -> None:
     chosen = Environment("x", (), ("tests/a.py::test_b", "tests/c.py", "tests/d.py::*[s3]"))
     assert chosen.files == ("tests/a.py", "tests/c.py", "tests/d.py")

@@ -147,10 +147,10 @@ def _has_replaced(reader: Reader, marker: str) -> bool:
 def open_file(location: Location, hints: Mapping[str, Any]) -> Reader:
     """Opens a single file, whose content shows its format. Raises as `open_foreign`."""
     files = Files(location, is_file=True)
-    reader = _first(files, hints)
-    if reader is not None:
-        return reader
     with reading(location):
+        reader = _first(files, hints)
+        if reader is not None:
+            return reader
         refusal = _refusal(files)
         if refusal is not None:
             raise refusal

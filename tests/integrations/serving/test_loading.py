@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
+from support.served_checkpoints import SAVES
 
 import unickpt
 from unickpt import LoadMismatch, Rules
@@ -56,7 +58,7 @@ def stored() -> dict[str, torch.Tensor]:
     return {**state, **halves, "embed": torch.randn(5, WIDTH)}
 
 
-def load(default_path: Path, model: Model, **settings: Any) -> None:
+def load(default_path: Path, model: torch.nn.Module, **settings: Any) -> None:
     loader = CheckpointLoader(settings, "extra_config")
     loader.load(model, str(default_path), must_fill=True)
 
@@ -84,6 +86,63 @@ def test_what_is_filled_in_part_or_not_at_all_is_named(
     unickpt.save(tmp_path / "ckpt", state)
     with pytest.raises(LoadMismatch, match=f"does not fill {named} of Model"):
         load(tmp_path / "ckpt", Model(says))
+
+
+LLAMA = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 32}
+LLAMA |= {"vocab_size": 128, "num_key_value_heads": 2, "intermediate_size": 96}
+
+
+class Rank(torch.nn.Module):
+    """The rows of each matrix of a model that a rank of an engine has.
+
+    Arguments:
+        state: of the model.
+        rank, count: which of how many.
+    """
+
+    def __init__(self, state: dict[str, torch.Tensor], rank: int, count: int) -> None:
+        super().__init__()
+        self.rank, self.count = rank, count
+        for name, tensor in state.items():
+            part = torch.full_like(self.part(tensor), torch.nan)
+            self.register_parameter(name.replace(".", "_"), torch.nn.Parameter(part))
+
+    def part(self, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.dim() < 2:
+            return tensor
+        rows = tensor.shape[0] // self.count
+        return tensor.narrow(0, self.rank * rows, rows)
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        parameters = dict(self.named_parameters())
+        for name, tensor in weights:
+            parameters[name.replace(".", "_")].data.copy_(self.part(tensor))
+
+
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("system", SAVES)
+def test_each_rank_gets_its_part_of_a_checkpoint_of_any_system(
+    tmp_path: Path, system: str, count: int
+) -> None:
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**LLAMA))
+    settings = SAVES[system](model, tmp_path / "ckpt", tmp_path)
+    files = {file: file.stat().st_mtime_ns for file in tmp_path.rglob("*")}
+    state = dict(model.state_dict())
+    for number in range(count):
+        rank = Rank(state, number, count)
+        load(tmp_path / "ckpt", rank, **settings)
+        for name, tensor in state.items():
+            parameter = rank.get_parameter(name.replace(".", "_"))
+            assert torch.equal(parameter, rank.part(tensor)), name
+    assert {file: file.stat().st_mtime_ns for file in tmp_path.rglob("*")} == files
+
+
+def test_what_a_training_state_lacks_is_named(tmp_path: Path) -> None:
+    state = {name: torch.zeros(3, 2) for name in "ab"}
+    unickpt.save(tmp_path / "ckpt", {"model": {"a": state["a"]}, "b": state["b"], "step": 3})
+    with pytest.raises(LoadMismatch, match="does not fill b of Rank"):
+        load(tmp_path / "ckpt", Rank(state, 0, 1))
 
 
 def test_settings(tmp_path: Path) -> None:
