@@ -19,7 +19,15 @@ from unickpt.storage.paths import resolve
 from unickpt.testing.readers import ReaderSuite, nested
 
 
-class TestOcdbt(ReaderSuite):
+class CoreSuite(ReaderSuite):
+    """For formats that the core reads without plug-ins."""
+
+    @pytest.mark.plugins
+    def test_load_together(self, path: Path) -> None:
+        super().test_load_together(path)
+
+
+class TestOcdbt(CoreSuite):
     def write(
         self, path: Path, arrays: Mapping[str, np.ndarray], values: Mapping[str, Any]
     ) -> None:
@@ -37,7 +45,7 @@ class TestOcdbt(ReaderSuite):
         raise AssertionError("the array's bytes are in no file")
 
 
-class TestNpyFolder(ReaderSuite):
+class TestNpyFolder(CoreSuite):
     has_digests = False
 
     def write(

@@ -224,6 +224,7 @@ def test_a_checkpointer_passes_them_on(tmp_path: Path) -> None:
         checkpointer.load(like, missing="keep", unexpected="skip")
 
 
+@pytest.mark.plugins
 def test_processes_that_read_together_load_a_part(tmp_path: Path) -> None:
     path = str(tmp_path / "c")
     unickpt.save(path, {"a": np.arange(4000.0), "b": np.arange(5000.0)})
