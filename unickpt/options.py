@@ -118,7 +118,7 @@ class SaveOptions(CommonOptions):
         features: further plug-ins (`unickpt.extend.SaveFeature`), such as a codec.
         timing: whether to store the seconds of each process; None: if there are several.
         writers: how many of the processes with the same data write it, spread evenly over them and
-            so over the nodes: fewer files. Data that one process holds it always writes. None: all.
+            so over the nodes: fewer files. What only one holds, it always writes. None: all.
 
     Raises:
         MissingPackage: `progress=True` without tqdm.

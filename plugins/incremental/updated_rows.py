@@ -31,11 +31,12 @@ class UpdatedRows:
 
     Rows count until a save that was given them has committed: after one that failed, or that was
     never announced to `saved`, they are in `changed` again. A row counts if its gradient is not
-    zero, or is in a sparse gradient; all rows count after a step with a closure.
+    0.0, or is in a sparse gradient; all rows count after a step with a closure.
 
     Arguments:
         optimizer: leaves rows without a gradient as they are: SparseAdam, or SGD or Adagrad without
-            momentum and weight decay. Each save compares a sample (`SaveOptions.changed`).
+            momentum, weight decay and `maximize`. Each save compares a sample
+            (`SaveOptions.changed`).
         arrays: for patterns of names in the saved tree, the parameter whose rows tell which rows of
             these arrays change: its own name, and those of its moments. The parameter may be a
             DTensor, of which each process records its shard.
@@ -148,8 +149,8 @@ class UpdatedRows:
 
 _ROW_WISE: Mapping[type, tuple[str, ...]] = {
     torch.optim.SparseAdam: (),
-    torch.optim.SGD: ("momentum", "weight_decay"),
-    torch.optim.Adagrad: ("weight_decay",),
+    torch.optim.SGD: ("momentum", "weight_decay", "maximize"),
+    torch.optim.Adagrad: ("weight_decay", "maximize"),
 }
 """Optimizers that change only rows with a gradient, if these settings are 0."""
 
@@ -175,7 +176,8 @@ def _add_rows(mask: torch.Tensor, parameter: torch.Tensor, gradient: torch.Tenso
     if local.is_sparse:
         mask[local._indices()[0]] = True
     elif local.numel():
-        mask |= local.reshape(len(local), -1).any(1)
+        # Subtracting -0.0 turns -0.0 into 0.0.
+        mask |= (local.ne(0) | local.signbit()).reshape(len(local), -1).any(1)
 
 
 def _global_rows(parameter: torch.Tensor, local_rows: Array) -> Array:

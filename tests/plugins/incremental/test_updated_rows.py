@@ -249,3 +249,13 @@ dist.destroy_process_group()
 
 def test_other_processes_look_up_other_rows(processes: Processes, tmp_path: Path) -> None:
     processes.finish(processes.torch(2, JOB, tmp_path))
+
+
+def test_a_zero_that_changes_its_sign_is_an_update() -> None:
+    weight = torch.nn.Parameter(-torch.zeros(3, 2))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    rows = UpdatedRows(optimizer, {"w": weight})
+    weight.grad = torch.tensor([[0.0, 0.0], [0.0, -0.0], [0.0, 0.0]])
+    optimizer.step()
+    assert weight.signbit().all(1).tolist() == [True, False, True]
+    assert rows.changed()["w"].tolist() == [False, True, False]

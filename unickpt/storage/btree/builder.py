@@ -260,21 +260,28 @@ class _FileTables:
 
     def subset(self, used: PlaceArray) -> bytes:
         """The table of some of the files, by their numbers, which ascend."""
-        breaks: list[int] = []
-        if len(used) >= _FEW:
-            breaks = (np.flatnonzero(used[1:] - used[:-1] != 1) + 1).tolist()
+        breaks = np.flatnonzero(used[1:] - used[:-1] != 1) + 1
         if len(used) < _FEW or len(breaks) * 4 > len(used):
-            return _files([self.paths[number] for number in used.tolist()])
+            paths = [self.paths[number] for number in used.tolist()]
+            if len(used) < _FEW:
+                return _files(paths)
+            shared, unshared, joined = _without_shared(paths)
+            return _file_table(shared, unshared, [joined])
         lengths, counts, ends, joined = self._columns
         shared, suffixes, start = counts[used], list[bytes](), 0
-        for stop in [*breaks, len(used)]:
+        for stop in [*breaks.tolist(), len(used)]:
             first, last = int(used[start]), int(used[stop - 1])
             before = int(used[start - 1]) if start else first
             shared[start] = counts[before + 1 : first + 1].min() if start else 0
             suffixes += self.paths[first][int(shared[start]) :], joined[ends[first] : ends[last]]
             start = stop
-        numbers = _numbers([len(used)]) + _numbers(_both(shared[1:], lengths[used] - shared))
-        return b"".join([numbers, bytes(len(used)), *suffixes])
+        return _file_table(shared, lengths[used] - shared, suffixes)
+
+
+def _file_table(shared: Any, lengths: Any, suffixes: Sequence[bytes]) -> bytes:
+    """A table of many files, by the columns of `_without_shared`."""
+    numbers = _numbers([len(lengths)]) + _numbers(_both(shared[1:], lengths))
+    return b"".join([numbers, bytes(len(lengths)), *suffixes])
 
 
 def _without_shared(texts: Sequence[bytes]) -> tuple[Any, Any, bytes]:
