@@ -187,6 +187,7 @@ def moto() -> Iterator[str]:
 
     s3_server.hasten()
     s3_server.keep_replaced()
+    s3_server.serialize_conditions()
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0)
     server.start()
     host, port = server.get_host_and_port()

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
+import threading
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -29,6 +30,23 @@ def keep_replaced() -> None:
             dispose(self)
 
     FakeKey.__init__, FakeKey.dispose = made, disposed
+
+
+def serialize_conditions() -> None:
+    """Has moto check a condition and write in one step, as S3 does: between its own two, another
+    request of a thread can write, and both would be told that they were first."""
+    from moto.s3.responses import S3Response
+
+    one_at_a_time = threading.Lock()
+    for name in "put_object", "delete_object":
+        answer = getattr(S3Response, name)
+
+        def answered(self: Any, answer: Any = answer) -> Any:
+            has_condition = self.headers.get("If-Match") or self.headers.get("If-None-Match")
+            with one_at_a_time if has_condition else nullcontext():
+                return answer(self)
+
+        setattr(S3Response, name, answered)
 
 
 def hasten() -> None:
