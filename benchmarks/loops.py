@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -124,6 +126,59 @@ class LoopSaver:
 
     def close(self) -> None:
         """Ends what is under way."""
+
+
+class RawProcess(LoopSaver):
+    """A process that hashes as many bytes of its own, writes and fsyncs them, and keeps one file:
+    what it costs the loop that the machine saves, where no lock of Python is shared."""
+
+    def __init__(self, root: Path, nbytes: int) -> None:
+        root.mkdir()
+        command = [sys.executable, "-c", RAW_WRITER, str(nbytes), str(root)]
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0
+        )
+        self._writes = False
+        assert self._process.stdout is not None
+        self._process.stdout.readline()  # its memory is touched
+
+    def save(self, step: int) -> None:
+        self.wait()
+        assert self._process.stdin is not None
+        self._process.stdin.write(b"%d\n" % step)
+        self._writes = True
+
+    def wait(self) -> None:
+        if self._writes:
+            assert self._process.stdout is not None
+            self._process.stdout.readline()
+            self._writes = False
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.communicate()
+
+
+RAW_WRITER = """
+import os, sys
+import numpy as np, xxhash
+nbytes, root = int(sys.argv[1]), sys.argv[2]
+data, piece, last = memoryview(np.ones(nbytes, np.uint8)), 512 << 10, None
+print(flush=True)
+for line in sys.stdin:
+    path = f"{root}/{line.strip()}"
+    file = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY)
+    for first in range(0, nbytes, piece):
+        part = data[first : first + piece]
+        xxhash.xxh3_64_intdigest(part)
+        os.pwrite(file, part, first)
+    os.fsync(file)
+    os.close(file)
+    if last is not None:
+        os.remove(last)
+    last = path
+    print(flush=True)
+"""
 
 
 class UnickptLoop(LoopSaver):

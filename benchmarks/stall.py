@@ -37,7 +37,15 @@ from typing import Any
 
 import numpy as np
 from contenders import Arrays
-from loops import JaxTraining, LoopSaver, TorchTraining, Training, jax_savers, torch_savers
+from loops import (
+    JaxTraining,
+    LoopSaver,
+    RawProcess,
+    TorchTraining,
+    Training,
+    jax_savers,
+    torch_savers,
+)
 from memory import memory
 from peers import (
     ArraySet,
@@ -69,7 +77,7 @@ from stallers import (
 )
 
 BLOCKED, STAGED, COMMITTED, LOOP, LOST = "blocked", "staged", "committed", "loop", "lost by a save"
-NO_SAVING = "no saving"
+NO_SAVING, RAW = "no saving", "raw process"
 ARRAY_BYTES = 16 << 20
 EACH = 10
 """Saves from one look at the memory to the next."""
@@ -276,7 +284,11 @@ def run_loops(
         torch.set_num_threads(options.threads)
     training = make(options.mib << 20, options.batch, options.device)
     with ExitStack() as stack:
-        savers = {NO_SAVING: LoopSaver()} | savers_of(names, training, directory)
+        savers = {
+            NO_SAVING: LoopSaver(),
+            RAW: RawProcess(directory / f"{framework} {RAW}", training.nbytes),
+        }
+        savers |= savers_of(names, training, directory)
         for saver in savers.values():
             stack.callback(saver.close)
         order, shuffle = list(savers), random.Random(0).shuffle
@@ -473,7 +485,8 @@ def print_loop(
     console.print(table)
     console.print(
         "slower by: until the last step is done; longer by: until all is committed.\n"
-        "lost by a save: by the steps after it, beside the last before the next; not with --every 1.\n"
+        "lost by a save: by the steps after it, beside the last ones before the next.\n"
+        "raw process: another process hashes and writes as many bytes; nothing is copied.\n"
         "unickpt and Orbax remove the step before, DCP removes none.\n"
     )
 
