@@ -18,6 +18,8 @@ from unickpt.arrays.dtypes import Array
 
 # Limits of one call of the kernel: this many runs, and somewhat less than 2 GiB.
 _RUNS, _BYTES = 1024, 1 << 30
+_Run = ctypes.c_size_t * 2
+"""Where some bytes start, and how many they are."""
 _IOVEC = np.dtype([("base", np.uintp), ("length", np.uintp)])
 
 
@@ -49,23 +51,32 @@ def copy(source: Array, out: Array) -> None:
         Freed: memory of `source` was freed.
         OSError: the system forbids this; see `is_possible`.
     """
-    starts, lengths = _runs(source)
-    address, process, read = out.ctypes.data, os.getpid(), _function()
-    assert read is not None, "the caller checked `is_possible`"
     assert out.flags.c_contiguous, f"strides {out.strides}"
+    address = out.ctypes.data
+    if source.flags.c_contiguous and source.nbytes <= _BYTES:  # as most are
+        nbytes = source.nbytes
+        _read(_Run(address, nbytes), _Run(source.ctypes.data, nbytes), 1, nbytes)
+        return
+    starts, lengths = _runs(source)
     together = max(1, min(_RUNS, _BYTES // max(1, int(lengths[0])))) if len(starts) else 1
     for first in range(0, len(starts), together):
         remote = np.empty(len(starts[first : first + together]), _IOVEC)
         remote["base"] = starts[first : first + together]
         remote["length"] = lengths[first : first + together]
         nbytes = int(remote["length"].sum())
-        local = np.array([(address, nbytes)], _IOVEC)
-        done = read(process, local.ctypes.data, 1, remote.ctypes.data, len(remote), 0)
-        if done < 0 and ctypes.get_errno() != errno.EFAULT:
-            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
-        if done != nbytes:
-            raise Freed
+        _read(_Run(address, nbytes), remote.ctypes.data, len(remote), nbytes)
         address += nbytes
+
+
+def _read(local: Any, remote: Any, count: int, nbytes: int) -> None:
+    """Copies so many runs of bytes of this process to one."""
+    read = _function()
+    assert read is not None, "the caller checked `is_possible`"
+    done = read(os.getpid(), local, 1, remote, count, 0)
+    if done < 0 and ctypes.get_errno() != errno.EFAULT:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    if done != nbytes:
+        raise Freed
 
 
 def _runs(array: Array) -> tuple[Array, Array]:
