@@ -11,7 +11,9 @@ from typing import Any, Literal
 from unickpt.quoting import counted, size_text
 
 _log = logging.getLogger("unickpt")
-EventKind = Literal["began", "step", "loaded", "fallback", "save failed", "copy failed", "ended"]
+EventKind = Literal[
+    "began", "step", "skipped", "loaded", "fallback", "save failed", "copy failed", "ended"
+]
 _SLOWEST = 10  # processes that a report shows
 
 
@@ -172,9 +174,9 @@ class RunEvent:
 
     Arguments:
         kind: "began": a job uses its Checkpointer for the first time; "step": the loop has reached
-            a step, which only process 0 hears; "loaded": `Checkpointer.load` returns; "fallback": a
-            damaged version is passed over; "save failed", "copy failed"; "ended": the Checkpointer
-            is closed.
+            a step, and "skipped": the step was due, but an earlier save had not ended, both only on
+            process 0; "loaded": `Checkpointer.load` returns; "fallback": a damaged version is
+            passed over; "save failed", "copy failed"; "ended": the Checkpointer is closed.
         url: of the checkpoint; of "began", "step" and "ended", of the run.
         step: its number, if known.
         process, processes: index of this process, and how many there are.

@@ -49,11 +49,13 @@ class LostTime:
         wall_s: seconds from the beginning of the first job to the last sign of life.
         effective_s: of these, in steps that were kept, and not blocked by saves.
         interruptions: in their order.
+        skipped: how many steps were due but not saved, because an earlier save had not ended.
     """
 
     wall_s: float
     effective_s: float
     interruptions: Sequence[Interruption]
+    skipped: int
 
     @property
     def ratio(self) -> float:
@@ -181,7 +183,9 @@ def lost_time(lines: Lines) -> LostTime | None:
             earlier.append(stretch)
             limits.append(math.inf)
     effective = sum(s.effective_s(limit) for s, limit in zip(earlier, limits, strict=True))
-    return LostTime(max(job.last for job in jobs) - jobs[0].began, effective, interruptions)
+    wall = max(job.last for job in jobs) - jobs[0].began
+    skipped = sum(event.kind == "skipped" for event in lines.events)
+    return LostTime(wall, effective, interruptions, skipped)
 
 
 def _interruption(

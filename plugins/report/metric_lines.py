@@ -17,7 +17,7 @@ FilePath = str | os.PathLike[str]
 
 _MOST_LINE = 1 << 20
 _MOST_LOADS = 100_000  # lines: a load of a thousand processes has a thousand
-_EVENTS = ("began", "step", "fallback", "save failed", "copy failed", "ended")
+_EVENTS = ("began", "step", "skipped", "fallback", "save failed", "copy failed", "ended")
 _MOST_TEXT = 400
 
 

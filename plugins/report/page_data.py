@@ -186,6 +186,7 @@ def _lost(lost: LostTime | None) -> dict[str, Any] | None:
         "share": share_text(lost.ratio),
         "count": len(lost.interruptions),
         "steps": sum(row.lost_steps or 0 for row in lost.interruptions),
+        "skipped": lost.skipped,
         "rows": rows,
     }
 

@@ -255,6 +255,9 @@ def test_rules_that_make_no_sense(rules: dict[str, Any], message: str) -> None:
 def test_times_that_make_no_sense(seconds: Any, steps: Any) -> None:
     with pytest.raises(ValueError, match="must be a positive number"):
         SaveEvery(steps, seconds)
+    rule: Any = "drop"
+    with pytest.raises(ValueError, match="when_busy='drop' must be one of 'wait', 'skip', 'new"):
+        SaveEvery(1, when_busy=rule)
 
 
 @pytest.mark.parametrize(
@@ -517,6 +520,96 @@ def test_saving_every_so_many_seconds_is_decided_by_process_0(tmp_path: Path) ->
     assert first == second
     assert 1 <= len(first) < 12
     assert Checkpointer(tmp_path).steps() == first
+
+
+class _Held:
+    """Metrics that keep each save from ending until `go`; hears events."""
+
+    def __init__(self) -> None:
+        self.go, self.events = threading.Event(), list[tuple[str, int | None]]()
+
+    def __call__(self, report: Any) -> None:
+        assert self.go.wait(20)
+
+    def run_event(self, event: Any) -> None:
+        self.events.append((event.kind, event.step))
+
+
+@pytest.mark.parametrize(
+    ("when_busy", "due", "skipped"),
+    [
+        ("wait", [0, 2, 4, 6], []),
+        ("skip", [0, 6], [2, 4]),
+        ("newest", [0, 5, 6], [2, 4]),
+    ],
+)
+def test_what_is_due_while_a_save_has_not_ended(
+    when_busy: Any, due: list[int], skipped: list[int], tmp_path: Path
+) -> None:
+    held, saved = _Held(), []
+    options, save_every = replace(FAST, metrics=held), SaveEvery(steps=2, when_busy=when_busy)
+    with Checkpointer(tmp_path, save_every=save_every, options=options) as checkpointer:
+        for step in range(7):
+            if step == 5:
+                held.go.set()
+                checkpointer.wait()
+            if checkpointer.should_save(step):
+                saved.append(step)
+                checkpointer.save(step, numbers(step))
+            if step >= 5:
+                checkpointer.wait()
+    assert saved == checkpointer.steps() == due
+    assert [step for kind, step in held.events if kind == "skipped"] == skipped
+
+
+def test_a_due_time_waits_for_the_save_before(tmp_path: Path) -> None:
+    held = _Held()
+    options, save_every = replace(FAST, metrics=held), SaveEvery(seconds=1e-9, when_busy="skip")
+    with Checkpointer(tmp_path, save_every=save_every, options=options) as checkpointer:
+        assert checkpointer.should_save(1)
+        checkpointer.save(1, numbers(1))
+        assert not checkpointer.should_save(2)
+        held.go.set()
+        checkpointer.wait()
+        assert checkpointer.should_save(3)
+    assert ("skipped", 2) not in held.events, "it is late, not left out"
+
+
+@pytest.mark.parametrize(("when_busy", "due"), [("skip", [0, 4]), ("newest", [0, 3, 4])])
+def test_all_processes_leave_out_a_step_while_one_is_busy(
+    when_busy: Any, due: list[int], tmp_path: Path
+) -> None:
+    held = [_Held(), _Held()]
+    held[0].go.set()
+
+    def run(group: ProcessGroup) -> list[int]:
+        options = replace(FAST, group=group, metrics=held[group.index])
+        save_every, saved = SaveEvery(steps=2, when_busy=when_busy), list[int]()
+        with Checkpointer(tmp_path, save_every=save_every, options=options) as checkpointer:
+            for step in range(5):
+                if group.index == 0 or step >= 3:
+                    held[1].go.set() if step >= 3 else None
+                    checkpointer.wait()
+                group.agree(0)
+                if checkpointer.should_save(step):
+                    saved.append(step)
+                    checkpointer.save(step, numbers(step))
+        return saved
+
+    assert in_agreeing_job(2, run) == [due, due]
+    assert [[e for e in h.events if e[0] == "skipped"] for h in held] == [[("skipped", 2)], []]
+
+
+def test_a_job_that_must_stop_saves_even_while_it_is_busy(tmp_path: Path) -> None:
+    held, save_every = _Held(), SaveEvery(steps=1, when_busy="skip")
+    options = replace(FAST, metrics=held)
+    with Checkpointer(tmp_path, save_every=save_every, options=options) as checkpointer:
+        checkpointer.save(1, numbers(1))
+        checkpointer.preempt()
+        assert checkpointer.should_save(2)
+        held.go.set()
+        checkpointer.save(2, numbers(2))
+    assert checkpointer.steps() == [1, 2]
 
 
 def test_one_process_that_is_told_to_stop_stops_all(tmp_path: Path) -> None:

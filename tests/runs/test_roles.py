@@ -337,6 +337,7 @@ def check(folder: Path, before: int) -> int:
         ({"local": "memory://tier"}, "local='memory://tier' cannot"),
         ({"save_every": SaveEvery(seconds=60)}, "save_every_s=60 cannot.*on all ranks of the job"),
         ({"save_every_s": 60}, "save_every_s=60 cannot"),
+        ({"save_every": SaveEvery(steps=1, when_busy="skip")}, "when_busy='skip' cannot"),
         ({"preemption": True}, "preemption=True cannot"),
         ({"roles": ["run/critic"]}, "must have the folders of all roles, also this one's"),
         ({"roles": "run/critic"}, "must be a list of the folders of all roles"),

@@ -149,6 +149,7 @@ _INSTEAD = {
     "node_local": "save to the root",
     "save_every_s": _BY_HAND,
     "preemption": _BY_HAND,
+    "when_busy": _BY_HAND,
 }
 
 

@@ -115,7 +115,6 @@ class Checkpointer:
             self._options = self._options.with_feature(chosen)
         tier = take_tier(folder, local, node_local, arguments, self._options)
         retention, when = take_policies(arguments)
-        self._triggers, self._saved_at = SaveTriggers(when), time.monotonic()
         self._reuses = reuse is not False
         if self._reuses:
             _ = self._options.references  # a missing plug-in is reported here
@@ -124,11 +123,14 @@ class Checkpointer:
             self._options = replace(self._options, reuse=reuse)
         refused: dict[str, Any] = {"after": after, "local": local, "node_local": node_local}
         refused |= {"save_every_s": when.seconds, "preemption": when.preemption or None}
+        refused["when_busy"] = None if when.when_busy == "wait" else when.when_busy
         other_roles = roles_of(folder, roles, refused)
         after = after if after is None else step_number(after, "after=")
         local_folder = None if tier is None else tier.folder
         self._steps = Steps(folder, retention, local_folder, other_roles, after)
         self._queue = SaveQueue()
+        self._triggers = SaveTriggers(when, self._queue.is_busy)
+        self._saved_at = time.monotonic()
         leaves_out, ended = tier is None or not tier.takes_all, self._queue.wait_ended
         self._features = RunFeatures(self._options, self._steps.first, ended, leaves_out=leaves_out)
         self._fences = fences_of(optimizers, self._queue.fence)
@@ -158,8 +160,8 @@ class Checkpointer:
 
     def should_save(self, step: int) -> bool:
         """Whether to save now: by `save_every`, or because the job must stop; else False.
-        All processes get the same answer. They communicate if it depends on time or preemption, so
-        all must call this at the same steps.
+        All processes get the same answer. They communicate if it depends on time, preemption or
+        `when_busy`, so all must call this at the same steps.
 
         Raises:
             ValueError: the step is not an integer, or the processes cannot agree (see
@@ -169,6 +171,8 @@ class Checkpointer:
         is_due = self._triggers.is_due(step_number(step), group, self._saved_at)
         if self._events is not None:
             self._events.reached(step_number(step), group)
+            if self._triggers.has_skipped:
+                self._events.skipped(step_number(step), group)
         return is_due
 
     def preempt(self) -> None:

@@ -38,6 +38,11 @@ class RunEvents:
         if group.index == 0:
             self._send("step", step)
 
+    def skipped(self, step: int, group: Group) -> None:
+        """Sends, on process 0, that a step was due and not saved."""
+        if group.index == 0:
+            self._send("skipped", step)
+
     def loaded(self, step: int, report: LoadReport) -> None:
         """Sends that the run resumes from a step."""
         self._send("loaded", step, report=report)

@@ -12,13 +12,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from numbers import Real
 from types import FrameType
-from typing import Any
+from typing import Any, Literal
 
 from unickpt.frameworks.process_group import Group
 from unickpt.quoting import changed_repr
 
 _log = logging.getLogger("unickpt")
-_DUE, _PREEMPTED = 1, 2
+_DUE, _BUSY, _PREEMPTED = 1, 2, 3
+_WHEN_BUSY = ("wait", "skip", "newest")
 
 
 @dataclass(frozen=True)
@@ -29,9 +30,11 @@ class SaveEvery:
         steps: at steps that are multiples of this.
         seconds: when this many seconds have passed since the last save, by the coordinator's clock.
         preemption: once after SIGTERM on any process, and set `preempted`; call it at every step.
+        when_busy: where a step is due and an earlier save has not ended: "wait", as `save` does for
+            memory; "skip" that step; "newest": save the first step after that save has ended.
 
     Raises:
-        ValueError: a value is not positive.
+        ValueError: a value is not positive, or not one of these.
 
     Example:
         >>> SaveEvery(steps=100, seconds=600, preemption=True)
@@ -41,6 +44,7 @@ class SaveEvery:
     steps: int | None = None
     seconds: float | None = None
     preemption: bool = False
+    when_busy: Literal["wait", "skip", "newest"] = "wait"
 
     __repr__ = changed_repr
 
@@ -48,6 +52,9 @@ class SaveEvery:
         for name, value in (("steps", self.steps), ("seconds", self.seconds)):
             if value is not None and not (isinstance(value, Real) and value > 0):
                 raise ValueError(f"save_every: {name}={value!r} must be a positive number")
+        if self.when_busy not in _WHEN_BUSY:
+            allowed = ", ".join(map(repr, _WHEN_BUSY))
+            raise ValueError(f"save_every: when_busy={self.when_busy!r} must be one of {allowed}")
 
 
 class SaveTriggers:
@@ -55,10 +62,14 @@ class SaveTriggers:
 
     Arguments:
         when: as given.
+        is_busy: whether a save of this process has not ended.
     """
 
-    def __init__(self, when: SaveEvery) -> None:
-        self._when = when
+    def __init__(self, when: SaveEvery, is_busy: Callable[[], bool]) -> None:
+        self._when, self._is_busy = when, is_busy
+        self._is_owed = False  # a step was due and not saved, and the next one that can be is
+        self.has_skipped = False
+        """Whether the last step was due, and an earlier save had not ended."""
         self._stop_requested = threading.Event()
         self._preempted_at: float | None = None
 
@@ -85,8 +96,15 @@ class SaveTriggers:
         by_step = self._when.steps is not None and step % self._when.steps == 0
         seconds = math.inf if self._when.seconds is None else self._when.seconds
         late = group.index == 0 and time.monotonic() - saved_at >= seconds
-        reason = _PREEMPTED if self._stop_requested.is_set() else _DUE if late else 0
-        if group.count > 1 and (self._when.seconds is not None or self._when.preemption):
+        is_timed, yields = self._when.seconds is not None, self._when.when_busy != "wait"
+        self.has_skipped = False
+        may_yield = yields and (by_step or self._is_owed or is_timed)
+        reason = _DUE if late else 0
+        if self._stop_requested.is_set():
+            reason = _PREEMPTED
+        elif may_yield and self._is_busy():
+            reason = _BUSY
+        if group.count > 1 and (is_timed or self._when.preemption or may_yield):
             reason = group.agree(reason)
         elif reason == _PREEMPTED and group.count > 1:
             raise ValueError(
@@ -98,7 +116,12 @@ class SaveTriggers:
             _log.info("stop signal received: saving a last checkpoint, at step %d", step)
         if self._preempted_at is not None:
             return saved_at < self._preempted_at
-        return by_step or reason == _DUE
+        is_due = by_step or self._is_owed
+        self._is_owed = is_due and reason == _BUSY and self._when.when_busy == "newest"
+        if by_step and reason == _BUSY:
+            self.has_skipped = True
+            _log.info("step %d is not saved: an earlier save has not ended", step)
+        return reason != _BUSY and (is_due or reason == _DUE)
 
 
 class SigtermHandler:

@@ -1,12 +1,13 @@
 // The time that interruptions cost, and failures.
 
 function lostSection() {
-  const { wall, effective, share, count, steps, rows } = data.lost;
+  const { wall, effective, share, count, steps, skipped, rows } = data.lost;
   const box = section(
     "Lost time",
     `At least ${share} of the time was effective training: ${seconds(effective)} of ` +
       `${seconds(wall)} in steps that were kept. ${counted(count, "interruption")}; ` +
-      `at least ${counted(steps, "step")} trained again.`,
+      `at least ${counted(steps, "step")} trained again.` +
+      (skipped ? ` ${counted(skipped, "step")} not saved, as an earlier save had not ended.` : ""),
   );
   if (!rows.length) return box;
   const timed = (title, key, hint) => ({

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import textwrap
+import threading
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -168,3 +169,25 @@ def test_the_failures_of_all_processes_are_one_row(forks: Forks, tmp_path: Path)
     assert load["each"]["process"] == [0, 1]
     assert load["each"]["seconds"] == [round(own[n]["seconds"], 5) for n in (0, 1)]
     assert load["each"]["read"] == [own[n]["read_bytes"] for n in (0, 1)]
+
+
+def test_steps_that_were_due_and_not_saved_are_counted(tmp_path: Path) -> None:
+    go, lines = threading.Event(), JsonLines(tmp_path / "lines")
+
+    class Metrics:
+        def __call__(self, report: Any) -> None:
+            assert go.wait(20)
+            lines(report)
+
+        def run_event(self, event: Any) -> None:
+            lines.run_event(event)
+
+    save_every = unickpt.SaveEvery(steps=1, when_busy="skip")
+    options = SaveOptions(metrics=Metrics(), fsync=False)
+    with Checkpointer(tmp_path / "run", save_every=save_every, options=options) as run:
+        for step in range(1, 5):
+            if run.should_save(step):
+                run.save(step, {"w": np.ones(3)})
+        go.set()
+    assert run.steps() == [1]
+    assert data_of(tmp_path)["lost"]["skipped"] == 3
