@@ -8,8 +8,9 @@ bit. A follower in the same process goes to each version, and its arrays are com
 versions are kept, or the newest `--keep`. Prints, in relation to the bytes of the state: `stored`,
 new bytes of a version; `read`, bytes that the follower read of a version; `opens`, the
 largest sum of bytes that a version needs. `pause` is the time of the flip per GiB of weights,
-`stage` that of reading and verifying before it, and `blocked` that of `publish`: of torch tensors
-that an optimizer owns (`staging="lazy"`), and of JAX arrays, which are kept by reference.
+`scatter` that of NumPy for the same elements of a copy, array by array, and `stage` that of reading
+and verifying before the flip. `blocked` is the time of `publish`: of torch tensors that an
+optimizer owns (`staging="lazy"`), and of JAX arrays, which are kept by reference.
 """
 
 from __future__ import annotations
@@ -60,6 +61,19 @@ def as_torch(state: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def scatter(copy: dict[str, Any], state: dict[str, Any]) -> float:
+    """Makes a copy of the state before the state; seconds of writing the elements that differ."""
+    lists = []
+    for name, array in state.items():
+        old, new = copy[name].view(np.uint16).reshape(-1), array.view(np.uint16).reshape(-1)
+        positions = np.flatnonzero(old != new)
+        lists.append((old, positions, new[positions]))
+    began = time.perf_counter()
+    for old, positions, values in lists:
+        old[positions] = values
+    return time.perf_counter() - began
+
+
 def folder_bytes(root: Path, version: int) -> int:
     """The bytes of all files of a version."""
     files = (root / f"step_{version}").rglob("*")
@@ -70,6 +84,7 @@ def follow(arguments: argparse.Namespace) -> dict[str, float]:
     state, rng = weights(arguments.mib << 20), np.random.default_rng(1)
     nbytes = sum(array.nbytes for array in state.values())
     live = {name: torch.zeros_like(tensor) for name, tensor in as_torch(state).items()}
+    copy = {name: array.copy() for name, array in state.items()}
     root = Path(tempfile.mkdtemp(dir=arguments.folder, prefix="weights-"))
     chunk = {} if arguments.chunk_kib is None else {"chunk_bytes": arguments.chunk_kib << 10}
     options = SaveOptions(fsync=False, kept_cost=arguments.kept_cost, **chunk)
@@ -90,6 +105,7 @@ def follow(arguments: argparse.Namespace) -> dict[str, float]:
                     "read": update.read_bytes / nbytes,
                     "opens": folder_bytes(root, version) / nbytes,
                     "pause": update.pause_s / nbytes * 2**30,
+                    "scatter": scatter(copy, state) / nbytes * 2**30,
                     "stage": update.stage_s / nbytes * 2**30,
                     "staged": update.staged_bytes / nbytes,
                 }
@@ -107,8 +123,10 @@ def follow(arguments: argparse.Namespace) -> dict[str, float]:
         "full versions": len(rows) - len(patched),
         "read, median": statistics.median(row["read"] for row in later),
         "read, mean without the first": statistics.mean(row["read"] for row in later),
+        "read, mean of patched versions": statistics.mean(row["read"] for row in patched),
         "opens, most": max(row["opens"] for row in rows),
         "pause ms per GiB, median": 1e3 * statistics.median(row["pause"] for row in patched),
+        "scatter ms per GiB, median": 1e3 * statistics.median(row["scatter"] for row in patched),
         "pause ms per GiB, most": 1e3 * max(row["pause"] for row in patched),
         "stage s per GiB, median": statistics.median(row["stage"] for row in patched),
         "staged, median": statistics.median(row["staged"] for row in patched),

@@ -42,7 +42,7 @@ from unickpt.extend import (
 )
 from unickpt.plugins.incremental import patches
 from unickpt.plugins.incremental.candidates import Candidate, Candidates
-from unickpt.plugins.incremental.chains import KnownChunk, read_parent
+from unickpt.plugins.incremental.chains import KnownChunk, most_of_patch, read_parent
 from unickpt.plugins.incremental.linked_files import LinkedFiles
 from unickpt.plugins.incremental.rewrite_cost import Growth
 from unickpt.plugins.incremental.shares import Chunk, ValueSource
@@ -51,11 +51,9 @@ from unickpt.plugins.incremental.spans import Span, Spans
 from unickpt.types import Box
 
 _log = logging.getLogger("unickpt")
-# The share of a chunk that a patch may take; all patches of a chain take at most as much as it.
-_MOST_OF_CHUNK = 0.5
-# Comparing a chunk takes memory for so many times its size: the earlier state, positions, gaps,
-# values, a patch.
-_COPIES = 16
+# Comparing a chunk takes memory for so many times its size: two earlier states, positions, gaps,
+# values, patches.
+_COPIES = 17
 FAULTY = (
     "the base of this save, %s, is damaged or cannot be read; data that cannot be reused from it "
     "is written again: %s"
@@ -223,8 +221,8 @@ class Base:
             return Compared(digest, self._take(candidate, places) if is_equal else ())
         if not self.patches(item.entry) or self._starts_anew:
             return Compared(digest)
-        patch, used = self._patch(candidate, chunk, digest)
-        references = self._take(candidate, used, patch) if used else ()
+        patch, merged, used = self._patch(candidate, chunk, digest)
+        references = self._take(candidate, used, patch, merged) if used else ()
         return Compared(digest, references, patch if references else None)
 
     def _take(
@@ -232,6 +230,7 @@ class Base:
         candidate: Candidate,
         places: Sequence[ValueSource],
         patch: bytes | None = None,
+        merged: bytes | None = None,
         *,
         rewrites: bool = True,
     ) -> Sequence[Taken]:
@@ -241,6 +240,7 @@ class Base:
             candidate: the chunk.
             places: of the values.
             patch: to write in addition.
+            merged: a patch to write before that.
             rewrites: whether patches may be written again.
         """
         if self.share is None:
@@ -260,12 +260,14 @@ class Base:
             self._warn(error)
             return ()
         with self._lock:
-            references = []
+            references = list[Taken]()
             for position, place in enumerate(places):
                 reference = copied.get(position) or self._take_of_unit(self.share, place)
                 if reference is None:
                     return ()
                 references.append(reference)
+            if merged is not None:
+                references.append(merged)
             rewritten = [patch or b"", *(x for x in references if isinstance(x, bytes))]
             self.nbytes += candidate.elements - sum(map(len, rewritten))
             return references
@@ -327,29 +329,32 @@ class Base:
 
     def _patch(
         self, candidate: Candidate, chunk: Array, digest: int
-    ) -> tuple[bytes | None, Sequence[ValueSource]]:
-        """The patch against an earlier state, if anything differs, and the values of that state; no
-        values if the patch is too large, or cannot be computed."""
+    ) -> tuple[bytes | None, bytes | None, Sequence[ValueSource]]:
+        """The patch against the state before, if anything differs; the merged one to write before
+        it; and the values before these, none if patches are too large or cannot be computed."""
         places = candidate.places or ()
         if self.comparable_at_once(chunk.nbytes) < 1 or not places or self.growth is None:
-            return None, ()
+            return None, None, ()
         (before,) = self._scratch.arrays([(chunk.shape, chunk.dtype)])
         generation = self.growth.saves + 1
         known_chunk = KnownChunk(candidate.digest, digest, generation)
-        try:
-            parent = read_parent(self._reader, candidate, known_chunk, before)
-        except UnickptError as error:  # it is damaged, and must not be referred to
-            self._warn(error)
-            return None, ()
-        used = places[: parent.values]
-        if not parent.is_read:
-            return None, used
         # Neither savings of compression nor padding count.
         whole = min(chunk.nbytes, places[0].nbytes)
-        left = whole - sum(place.nbytes for place in used[1:])
-        most = min(int(_MOST_OF_CHUNK * whole), left)
-        patch = patches.encode(before, chunk, parent.state, generation, most)
-        return patch, () if patch is None else used
+        try:
+            parent = read_parent(self._reader, candidate, known_chunk, before, whole)
+        except UnickptError as error:  # it is damaged, and must not be referred to
+            self._warn(error)
+            return None, None, ()
+        if parent is None:
+            return None, None, ()
+        used = places[: parent.values]
+        if parent.state.digest == digest:
+            return None, parent.merged, used
+        earlier = sum(place.nbytes for place in used[1:]) + len(parent.merged or b"")
+        patch = patches.encode(
+            before, chunk, parent.state, generation, most_of_patch(whole, earlier)
+        )
+        return patch, parent.merged, () if patch is None else used
 
     # --- chunks that the save does not have -------------------------------------------------------
 

@@ -1,17 +1,18 @@
-"""Chains of patches: the earlier state of a chunk that the next patch refers to.
+"""Chains of patches: the states of a chunk that the next patches refer to.
 
 The patches of a chunk form a *chain*: each refers to the state that the one before it produces, the
-first to the full chunk. Saves are counted since one wrote everything; the number of the save that
-made a patch is its *generation*. A save refers to the state after the save whose number is its own
-with the lowest bit that is set cleared. So a chain has at most as many patches as the number has
-bits set: of `n` states, each opens with at most log2(n) patches. A save refers to the state of the
-save before it, or to one that the chain of that save passes through; and it needs the values of
-earlier saves whole.
+first to the full chunk. Saves are counted since one wrote everything; the number of the save whose
+state a patch produces is its *generation*. The patch of a save refers to the state of the save
+before it, so that a reader that has this state needs no other.
+
+So that chains stay short, a save whose number is divisible by 4 also merges patches: those after
+the state whose number is its own with the lowest bit that is set cleared become one. So a chain has
+at most two patches for each bit that is set in the number: of `n` states, each opens with at most
+2 log2(n) patches. A save needs values of earlier saves whole.
 """
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass
 
 from unickpt.extend import (
@@ -27,15 +28,26 @@ from unickpt.plugins.incremental import patches
 from unickpt.plugins.incremental.candidates import Candidate
 from unickpt.plugins.incremental.patches import PatchedState
 
+# The share of a chunk that a patch may take; all patches of a chain take at most as much as it.
+_MOST_OF_CHUNK = 0.5
+_LEAST_MERGED = 4
+"""Saves whose number is not divisible by this merge nothing: one patch more costs less."""
 
-def parent_generation(generation: int) -> int:
-    """The generation of the state that the patches of a generation refer to."""
-    return generation & (generation - 1)
+
+def merge_generation(generation: int) -> int:
+    """The generation of the state after which a save of a generation merges patches."""
+    lowest_bit = generation & -generation
+    return generation - (lowest_bit if lowest_bit >= _LEAST_MERGED else 1)
 
 
-def is_on_the_way(generation: int, target: int) -> bool:
-    """Whether a generation is one of those that lead to another, or that one itself."""
-    return target & -(generation & -generation) == generation
+def most_of_patch(whole: int, earlier: int) -> int:
+    """How many bytes a patch may have.
+
+    Arguments:
+        whole: bytes of the chunk if it is stored whole.
+        earlier: bytes of the patches before it.
+    """
+    return min(int(_MOST_OF_CHUNK * whole), whole - earlier)
 
 
 @dataclass(frozen=True)
@@ -44,13 +56,13 @@ class Parent:
 
     Arguments:
         state: facts about it.
-        values: how many values of the chunk it consists of.
-        is_read: whether its elements were read.
+        values: how many stored values of the chunk are used for it.
+        merged: the patch that follows these, in place of the other stored ones.
     """
 
     state: PatchedState
     values: int
-    is_read: bool
+    merged: bytes | None
 
 
 @dataclass(frozen=True)
@@ -68,7 +80,9 @@ class KnownChunk:
     generation: int
 
 
-def read_parent(reader: OcdbtReader, candidate: Candidate, chunk: KnownChunk, out: Array) -> Parent:
+def read_parent(
+    reader: OcdbtReader, candidate: Candidate, chunk: KnownChunk, out: Array, whole: int
+) -> Parent | None:
     """Reads the state of a chunk that its next patch refers to.
 
     Arguments:
@@ -76,29 +90,42 @@ def read_parent(reader: OcdbtReader, candidate: Candidate, chunk: KnownChunk, ou
         candidate: which chunk.
         chunk: the writer's facts about it.
         out: contiguous memory for its elements, or for its codec's stored form.
+        whole: bytes of the chunk if it is stored whole.
+
+    Returns:
+        The state; None if the patches that have to be merged take more bytes.
 
     Raises:
         CheckpointCorrupt: that state does not match its digest, or cannot be read.
         StorageError: the storage failed.
     """
     entry, part, number = candidate.entry, candidate.part, candidate.number
-    values, target = reader.chunk_values, parent_generation(chunk.generation)
+    values, target = reader.chunk_values, merge_generation(chunk.generation)
     chain = values.values(entry, part, number)
+    before = PatchedState(chunk.before)
     try:
         stored_patches = values.additions(entry, part, number, chain)
         states = list(map(patches.state_of, stored_patches))  # each: of the state before it
-        on_the_way = (is_on_the_way(state.generation, target) for state in states)
-        used = sum(1 for _ in itertools.takewhile(bool, on_the_way))
+        used = sum(state.generation <= target for state in states)
         # A patch records the state that it refers to.
-        expected = states[used].digest if used < len(states) else chunk.before
-        if expected == chunk.now:
-            return Parent(PatchedState(expected), 1 + used, False)
+        digests = [*(state.digest for state in states), chunk.before]
+        if chunk.now in digests[: used + 1]:
+            return Parent(PatchedState(chunk.now), 1 + digests.index(chunk.now), None)
+        earlier = PatchedState(digests[used])
         read_full_chunk(entry, number, chain, out)
         for patch in stored_patches[:used]:
             patches.apply(patch, out)
+        earlier_elements = out.copy() if used < len(states) else out
+        for patch in stored_patches[used:]:
+            patches.apply(patch, out)
     except (Failed, NotDecodable) as error:
         raise reader.chunks.naming(error, entry, part, number) from error
-    if chunk_digest(out) != expected:
+    is_whole = chunk_digest(out) == chunk.before
+    if is_whole and used == len(states):
+        return Parent(before, 1 + used, None)
+    if not is_whole or chunk_digest(earlier_elements) != earlier.digest:
         damage = Damaged("an earlier state does not match its digest")
         raise reader.chunks.naming(damage, entry, part, number)
-    return Parent(PatchedState(expected), 1 + used, True)
+    most = most_of_patch(whole, sum(map(len, stored_patches[:used])))
+    merged = patches.encode(earlier_elements, out, earlier, chunk.generation - 1, most)
+    return None if merged is None else Parent(before, 1 + used, merged)

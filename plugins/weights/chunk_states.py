@@ -7,7 +7,9 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import takewhile
 from threading import Lock
+from typing import NamedTuple
 
 import numpy as np
 
@@ -24,9 +26,20 @@ from unickpt.extend import (
     read_full_chunk,
 )
 from unickpt.plugins.incremental import patches
+from unickpt.plugins.incremental.chains import merge_generation
 
-Undo = tuple[int, bytes]
-"""An earlier state of a chunk: its digest, and the patch that leads to it from the next one."""
+
+class Undo(NamedTuple):
+    """An earlier state of a chunk.
+
+    Arguments:
+        digest, generation: of it, see `chains`.
+        patch: leads to it from the next state.
+    """
+
+    digest: int
+    generation: int
+    patch: bytes
 
 
 @dataclass(frozen=True)
@@ -35,16 +48,18 @@ class ChunkState:
 
     Arguments:
         digest: of the elements, or of the stored bytes.
+        generation: see `chains`; 0 if it is unknown.
         undo: the earlier states that the next patches may refer to, the oldest first.
     """
 
     digest: int
+    generation: int = 0
     undo: tuple[Undo, ...] = ()
 
     @property
     def nbytes(self) -> int:
         """Bytes that the earlier states take."""
-        return sum(len(patch) for _, patch in self.undo)
+        return sum(len(undo.patch) for undo in self.undo)
 
 
 @dataclass(frozen=True)
@@ -91,11 +106,11 @@ class VersionReader:
             The state, whose digest differs from the chunk's if this is not possible; and the bytes
             that were read.
         """
-        depths = {digest: depth for depth, (digest, _) in enumerate(live.undo)}
+        depths = {undo.digest: depth for depth, undo in enumerate(live.undo)}
         depths[live.digest] = len(live.undo)
         additions, nbytes = list[bytes](), 0
-        depth = None
-        for value in self._chain(chunk)[:0:-1]:
+        depth = depths.get(chunk.digest)
+        for value in self._chain(chunk)[:0:-1] if depth is None else ():
             with self._timed():
                 patch = self.reader.chunk_values.read_value(chunk.entry, value, chunk.number)
             additions.insert(0, patch)
@@ -106,12 +121,13 @@ class VersionReader:
         if depth is None:
             return ChunkState(0), nbytes
         try:
-            for _, undo in live.undo[depth:][::-1]:
-                patches.apply(undo, out)
-            undos = self._add(out, additions, live.undo[:depth])
+            for undo in live.undo[depth:][::-1]:
+                patches.apply(undo.patch, out)
+            generation = (*live.undo, live)[depth].generation
+            generation, undos = _add(out, additions, generation, live.undo[:depth])
         except NotDecodable:
             return ChunkState(0), nbytes
-        return ChunkState(chunk_digest(out), undos), nbytes
+        return ChunkState(chunk_digest(out), generation, undos), nbytes
 
     def read(self, chunk: VersionChunk, out: Array) -> tuple[ChunkState, int]:
         """Reads a chunk whole.
@@ -140,12 +156,12 @@ class VersionReader:
         try:
             with self._timed():
                 read_full_chunk(entry, number, chain, out)
-            undos = self._add(out, additions, ())
+            generation, undos = _add(out, additions, 0, ())
         except (Failed, NotDecodable) as error:
             raise self.reader.chunks.naming(error, entry, part, number) from error
         if chunk_digest(out) != chunk.digest:
             raise self._damaged(chunk)
-        return ChunkState(chunk.digest, undos), out.nbytes + sum(map(len, additions))
+        return ChunkState(chunk.digest, generation, undos), out.nbytes + sum(map(len, additions))
 
     @contextmanager
     def _timed(self) -> Iterator[None]:
@@ -160,25 +176,49 @@ class VersionReader:
         values = self.reader.chunk_values
         return values.values(chunk.entry, chunk.part, chunk.number)
 
-    def _add(
-        self, out: Array, additions: Sequence[bytes], undos: tuple[Undo, ...]
-    ) -> tuple[Undo, ...]:
-        """Applies patches; the earlier states after that."""
-        for patch in additions:
-            before = out.copy()
-            patches.apply(patch, out)
-            nothing = patches.PatchedState(0)
-            undo = patches.encode(out, before, nothing, 0, out.nbytes // 2)
-            # The states before this one cannot be reached without it.
-            digest = patches.state_of(patch).digest
-            undos = () if undo is None else (*undos, (digest, undo))
-        return undos
-
     def _damaged(self, chunk: VersionChunk) -> Exception:
         where = chunk.part.chunk_box(chunk.number)
         return self.reader.damaged(
             f"array {chunk.entry.name!r} {where}: the stored bytes do not match their digest"
         )
+
+
+def _add(
+    out: Array, additions: Sequence[bytes], generation: int, undos: tuple[Undo, ...]
+) -> tuple[int, tuple[Undo, ...]]:
+    """Applies patches; the generation after that, and the earlier states."""
+    for patch in additions:
+        state, before = patches.state_of(patch), out.copy()
+        undos = _without(undos, before, merge_generation(state.generation))
+        patches.apply(patch, out)
+        undo = _undo(out, before)
+        # The states before this one cannot be reached without it.
+        undos = () if undo is None else (*undos, Undo(state.digest, generation, undo))
+        generation = state.generation
+    return generation, undos
+
+
+def _without(undos: tuple[Undo, ...], elements: Array, generation: int) -> tuple[Undo, ...]:
+    """Earlier states without those after a generation: no chain has them any longer.
+
+    Arguments:
+        undos: the earlier states.
+        elements: of the state that the last of them is undone from.
+        generation: the last one to keep.
+    """
+    reachable = tuple(takewhile(lambda undo: undo.generation <= generation, undos))
+    if not reachable or len(reachable) == len(undos):
+        return reachable
+    before = elements.copy()
+    for undo in reversed(undos[len(reachable) - 1 :]):
+        patches.apply(undo.patch, before)
+    patch = _undo(elements, before)
+    return () if patch is None else (*reachable[:-1], reachable[-1]._replace(patch=patch))
+
+
+def _undo(after: Array, before: Array) -> bytes | None:
+    """The patch from a state to the one before; None if it would be large."""
+    return patches.encode(after, before, patches.PatchedState(0), 0, after.nbytes // 2)
 
 
 def digest_in_memory(chunk: VersionChunk, elements: Array) -> int:

@@ -11,6 +11,7 @@ from threading import Lock
 from typing import Any, Protocol
 
 import numpy as np
+from numpy.lib.stride_tricks import as_strided
 
 from unickpt.extend import Array, Box, LoadRequest, Pool, adapter_of, adapters, group_of_one
 from unickpt.types import LocalFragments
@@ -40,7 +41,7 @@ class ElementsChange:
 
     Arguments:
         view: of the memory.
-        index: of the elements in the view.
+        index: ascending positions of the elements in the view, or all.
         new, old: the elements.
     """
 
@@ -58,8 +59,7 @@ class ElementsChange:
     @property
     def nbytes(self) -> int:
         """Bytes that are staged."""
-        index = self.index if isinstance(self.index, tuple) else (self.index,)
-        positions = sum(x.nbytes for x in index if isinstance(x, np.ndarray))
+        positions = 0 if self.index is ... else self.index.nbytes
         return int(positions + self.new.nbytes + self.old.nbytes)
 
 
@@ -70,21 +70,33 @@ def change_of(view: Array, data: Array) -> ElementsChange | None:
         view: of the memory; unchanged.
         data: of the same shape and dtype; copied.
     """
-    before, after = words_of(view), words_of(data)
+    before, after = _in_memory_order(words_of(view), words_of(data))
     differ = before != after
     if before.dtype.kind == "c":  # as numbers, NaN differs and -0.0 does not
         differ = np.ones(before.shape, bool)
     count = int(np.count_nonzero(differ))
     if not count:
         return None
-    index: Any = ...
-    if count * _SPARSE < before.size:
-        index = np.flatnonzero(differ)
-        if before.flags.c_contiguous:
-            before, after = before.reshape(-1), after.reshape(-1)
-        else:
-            index = np.unravel_index(index, before.shape)
-    return ElementsChange(before, index, np.array(after[index]), np.array(before[index]))
+    if count * _SPARSE >= before.size or any(step % before.itemsize for step in before.strides):
+        return ElementsChange(before, ..., after.copy(), before.copy())
+    positions = np.flatnonzero(differ)
+    if before.flags.c_contiguous:
+        before, after = before.reshape(-1), after.reshape(-1)
+        return ElementsChange(before, positions, after[positions], before[positions])
+    # One list of ascending positions in the memory is applied several times faster than axes are.
+    index = np.unravel_index(positions, before.shape)
+    steps = [step // before.itemsize for step in before.strides]
+    positions = sum(axis * step for axis, step in zip(index, steps, strict=True))
+    extent = 1 + sum((n - 1) * step for n, step in zip(before.shape, steps, strict=True))
+    memory = as_strided(before, (extent,), (before.itemsize,))
+    return ElementsChange(memory, positions, after[index], before[index])
+
+
+def _in_memory_order(view: Array, data: Array) -> tuple[Array, Array]:
+    """A view and another array with the view's axes as they are in memory."""
+    flips = (..., *(slice(None, None, -1 if step < 0 else 1) for step in view.strides))
+    order = sorted(range(view.ndim), key=lambda axis: -abs(view.strides[axis]))
+    return view[flips].transpose(order), data[flips].transpose(order)
 
 
 @dataclass(frozen=True)

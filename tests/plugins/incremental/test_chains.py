@@ -28,7 +28,7 @@ from unickpt import (
     UnickptError,
 )
 from unickpt.format import chunk_grid
-from unickpt.plugins.incremental import chains
+from unickpt.plugins.incremental import chains, patches
 from unickpt.plugins.incremental.rewrite_cost import Growth
 from unickpt.storage import paths
 from unickpt.tools import copying
@@ -103,8 +103,8 @@ def test_each_of_70_versions_opens_with_few_patches(
     assert written / (count - 1) < 0.021 * states[0]["w"].nbytes
     for n, state in enumerate(states):
         is_whole(f"{run}/{n}", state)
-        assert max(patches_of(f"{run}/{n}")) <= math.log2(count)
-        assert patches_of(f"{run}/{n}") == [n.bit_count()] * 8
+        assert max(patches_of(f"{run}/{n}")) <= 2 * math.log2(count)
+        assert patches_of(f"{run}/{n}") == [2 * (n // 4).bit_count() + n % 4] * 8
 
 
 def test_on_a_disk_each_version_is_complete_in_itself(tmp_path: Path) -> None:
@@ -133,17 +133,31 @@ def test_chunks_that_change_at_different_times(run: str) -> None:
         assert report.chunks == (n == 6)
     for n, state in enumerate(states):
         is_whole(f"{run}/{n}", state)
-        assert max(patches_of(f"{run}/{n}")) <= 4
+        assert max(patches_of(f"{run}/{n}")) <= 5
+
+
+def test_the_last_patch_refers_to_the_save_before(run: str) -> None:
+    states = [tree()]
+    save(f"{run}/0", states[0])
+    for n in range(1, 9):
+        states.append(changed(states[-1]))
+        save(f"{run}/{n}", states[-1], base=f"{run}/{n - 1}")
+        reader: Any = unickpt.open(f"{run}/{n}").reader
+        entry = reader.index.arrays["w"]
+        (part,) = chunk_grid.parts(entry)
+        values = reader.chunk_values.values(entry, part, 0)
+        last = patches.state_of(reader.chunk_values.read_value(entry, values[-1], 0))
+        before: Any = unickpt.open(f"{run}/{n - 1}").reader
+        assert last == patches.PatchedState(int(before.digests_of("w")[0]["digest"]), n)
 
 
 def test_chains_of_powers_of_two() -> None:
+    chain = list[int]()
     for generation in range(1, 300):
-        before = {0}
-        at = generation - 1
-        while at:
-            before.add(at)
-            at = chains.parent_generation(at)
-        assert chains.parent_generation(generation) in before
+        used = [state for state in chain if state <= chains.merge_generation(generation)]
+        merged = [generation - 1] if len(used) < len(chain) else []
+        chain = [*used, *merged, generation]
+        assert len(chain) <= 2 * generation.bit_count()
 
 
 # --- a link is lost -------------------------------------------------------------------------------
@@ -151,18 +165,18 @@ def test_chains_of_powers_of_two() -> None:
 
 @pytest.fixture
 def beside(request: pytest.FixtureRequest) -> tuple[str, list[dict[str, Any]]]:
-    """Eight checkpoints in memory; the last has values of three others."""
+    """Eight checkpoints in memory; the last has values of four others."""
     run, states = f"memory://{secrets.token_hex(6)}", [tree()]
     save(f"{run}/0", states[0])
     for n in range(1, 8):
         states.append(changed(states[-1]))
         save(f"{run}/{n}", states[-1], base=f"{run}/{n - 1}")
-    assert [base.name for base in unickpt.open(f"{run}/7").index.bases] == ["0", "4", "6"]
+    assert [base.name for base in unickpt.open(f"{run}/7").index.bases] == ["0", "4", "5", "6"]
     return run, states
 
 
 @pytest.mark.parametrize("how", ["removed", "replaced"])
-@pytest.mark.parametrize("lost", ["0", "4", "6"])
+@pytest.mark.parametrize("lost", ["0", "4", "5", "6"])
 def test_a_chain_that_lost_a_checkpoint_names_it_and_the_way_out(
     lost: str, how: str, beside: tuple[str, list[dict[str, Any]]]
 ) -> None:
@@ -215,10 +229,10 @@ def test_what_others_need_is_neither_replaced_nor_removed(
     beside: tuple[str, list[dict[str, Any]]],
 ) -> None:
     run, states = beside
-    for needed in ("0", "4", "6"):
+    for needed in ("0", "4", "5", "6"):
         with pytest.raises(CheckpointExists, match=f"{needed} has chunks of .*"):
             unickpt.save(f"{run}/{needed}", states[0], overwrite=True)
-    unickpt.save(f"{run}/5", states[5], overwrite=True)  # nothing of it is needed
+    unickpt.save(f"{run}/3", states[3], overwrite=True)  # nothing of it is needed
     is_whole(f"{run}/7", states[7])
 
 
@@ -333,7 +347,7 @@ def test_processes_save_together(run: str) -> None:
 def test_copies_of_a_chain_are_whole(beside: tuple[str, list[dict[str, Any]]]) -> None:
     run, states = beside
     report = copying.copy(f"{run}/7", f"{run}/whole")
-    assert report.borrowed == 8 * 3 + 1  # full chunks, two patches each; another array
+    assert report.borrowed == 8 * 5 + 1  # full chunks, four patches each; another array
     for n in range(8):
         remove(f"{run}/{n}")
     is_whole(f"{run}/whole", states[7])

@@ -86,7 +86,7 @@ def test_of_chunks_that_changed_little_only_that_is_written(tmp_path: Path) -> N
         report = save(tmp_path / str(n), state, base=tmp_path / str(n - 1))
         assert report.patched_chunks == patched(tmp_path / str(n)) == COUNT
         assert report.chunks == 0
-        assert report.written_bytes < n * 0.01 * report.bytes + COUNT * 60
+        assert report.written_bytes < n * (0.01 * report.bytes + COUNT * 60)
         assert report.written_bytes + report.reused_bytes == report.bytes
         shutil.rmtree(tmp_path / str(n - 1))  # each is complete in itself
         is_whole(tmp_path / str(n), state)
@@ -280,10 +280,10 @@ def test_damage_is_found_and_inherited_by_no_patch(what: str, tmp_path: Path) ->
         with pytest.raises(CheckpointCorrupt, match="'w'"):
             unickpt.load(tmp_path / "b")
         assert [damage.array for damage in unickpt.verify(tmp_path / "b").damage] == ["w"]
-    # What the next patch refers to is the patch's state, and then the full chunk.
+    # The next patch refers to the state before, whatever the patch of that says.
     later = changed(state)
     report = save(tmp_path / "c", later, base=tmp_path / "b")
-    if what in ("digest", "full chunk"):
+    if what == "full chunk":
         assert (report.chunks, report.patched_chunks) == (1, COUNT - 1)
     is_whole(tmp_path / "c", later)
 
@@ -307,10 +307,10 @@ def test_without_links_values_stay_in_checkpoints_beside(
     path, state = pair
     monkeypatch.setattr(os, "link", refuse)
     report = save(path.with_name("c"), state, base=path)
-    assert (report.chunks, report.patched_chunks, report.bases) == (0, COUNT, ("b",))
+    assert (report.chunks, report.patched_chunks, report.bases) == (0, 0, ("b",))
     later = changed(state)
     report = save(path.with_name("d"), later, base=path.with_name("c"))
-    assert (report.chunks, report.patched_chunks, report.bases) == (0, COUNT, ("b", "c"))
+    assert (report.chunks, report.patched_chunks, report.bases) == (0, COUNT, ("b",))
     for name, expected in (("c", state), ("d", later)):
         is_whole(path.with_name(name), expected)
 
