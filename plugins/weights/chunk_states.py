@@ -123,8 +123,8 @@ class VersionReader:
         try:
             for undo in live.undo[depth:][::-1]:
                 patches.apply(undo.patch, out)
-            generation = (*live.undo, live)[depth].generation
-            generation, undos = _add(out, additions, generation, live.undo[:depth])
+            generations = [*(undo.generation for undo in live.undo), live.generation]
+            generation, undos = _add(out, additions, generations[depth], live.undo[:depth])
         except NotDecodable:
             return ChunkState(0), nbytes
         return ChunkState(chunk_digest(out), generation, undos), nbytes

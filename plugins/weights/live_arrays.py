@@ -86,15 +86,15 @@ def change_of(view: Array, data: Array) -> ElementsChange | None:
     # One list of ascending positions in the memory is applied several times faster than axes are.
     index = np.unravel_index(positions, before.shape)
     steps = [step // before.itemsize for step in before.strides]
-    positions = sum(axis * step for axis, step in zip(index, steps, strict=True))
+    offsets: Any = sum(axis * step for axis, step in zip(index, steps, strict=True))
     extent = 1 + sum((n - 1) * step for n, step in zip(before.shape, steps, strict=True))
     memory = as_strided(before, (extent,), (before.itemsize,))
-    return ElementsChange(memory, positions, after[index], before[index])
+    return ElementsChange(memory, offsets, after[index], before[index])
 
 
 def _in_memory_order(view: Array, data: Array) -> tuple[Array, Array]:
     """A view and another array with the view's axes as they are in memory."""
-    flips = (..., *(slice(None, None, -1 if step < 0 else 1) for step in view.strides))
+    flips: Any = (..., *(slice(None, None, -1 if step < 0 else 1) for step in view.strides))
     order = sorted(range(view.ndim), key=lambda axis: -abs(view.strides[axis]))
     return view[flips].transpose(order), data[flips].transpose(order)
 

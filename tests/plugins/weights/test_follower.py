@@ -105,7 +105,7 @@ def test_followers_of_some_versions_read_patches_and_keep_few_earlier_states(
     with Follower(tmp_path / "run", live) as follower:
         for version in range(24):
             trainer.publish(version)
-            if version % 9 in (0, 1, 2, 3, 4, 8):
+            if version < 18 or version in (21, 23):
                 assert follower.update()
                 assert bits(live) == bits(trainer.versions[version])
                 assert follower.last_update is not None
