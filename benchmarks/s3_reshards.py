@@ -31,7 +31,7 @@ from peers import fresh_directory, machine_facts, print_facts
 from rich.console import Console
 from rich.table import Table
 
-MATRICES, LAYOUTS, LIBRARIES = 4, ("columns", "replicas"), ("DCP", "unickpt")
+LAYOUTS, LIBRARIES = ("columns", "replicas"), ("DCP", "unickpt")
 
 
 def main() -> None:
@@ -41,7 +41,8 @@ def main() -> None:
     parser.add_argument("--dir", required=True, help="an existing folder")
     parser.add_argument("--s3fs", required=True, help="a folder with the package s3fs")
     parser.add_argument("--ranks", type=int, default=8)
-    parser.add_argument("--extent", type=int, default=2048, help="rows of each of 4 matrices")
+    parser.add_argument("--matrices", type=int, default=64)
+    parser.add_argument("--extent", type=int, default=512, help="rows of each matrix")
     parser.add_argument("--ms", type=float, default=50, help="delay of the link")
     parser.add_argument("--mib-per-s", type=float, default=32, help="of the link")
     parser.add_argument("--rounds", type=int, default=3)
@@ -53,9 +54,9 @@ def main() -> None:
         with link.open() as endpoint:
             environment["AWS_ENDPOINT_URL"] = endpoint
             samples = run_ranks(environment, link.counter_port, options)
-    nbytes = MATRICES * options.extent**2 * 4
+    nbytes = options.matrices * options.extent**2 * 4
     title = (
-        f"{options.ranks} ranks load {nbytes >> 20} MiB that were split by rows; "
+        f"{options.ranks} ranks, {options.matrices} matrices, {nbytes >> 20} MiB, saved by rows; "
         f"{options.ms:g} ms, {options.mib_per_s:g} MiB/s"
     )
     table = Table("loaded as", "library", "seconds", "over the link", "DCP's time", title=title)
@@ -160,7 +161,7 @@ def run_ranks(
     """Seconds and bytes over the link of each load, by layout and library; the first warms up."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += [f"--nproc-per-node={options.ranks}", __file__, "--rank"]
-    command += map(str, (options.extent, options.rounds, counter_port))
+    command += map(str, (options.matrices, options.extent, options.rounds, counter_port))
     path = os.pathsep.join([options.s3fs, os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, **environment, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
@@ -170,7 +171,7 @@ def run_ranks(
     return samples
 
 
-def rank(extent: int, rounds: int, counter_port: int) -> None:
+def rank(matrices: int, extent: int, rounds: int, counter_port: int) -> None:
     """What each rank does."""
     import torch
     import torch.distributed as dist
@@ -184,7 +185,7 @@ def rank(extent: int, rounds: int, counter_port: int) -> None:
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     torch.manual_seed(0)
-    whole = {f"w{number}": torch.randn(extent, extent) for number in range(MATRICES)}
+    whole = {f"w{number}": torch.randn(extent, extent) for number in range(matrices)}
     state = {name: distribute_tensor(tensor, mesh, [Shard(0)]) for name, tensor in whole.items()}
     save(state, storage_writer=FsspecWriter("s3://bucket/dcp"))
     unickpt.save("s3://bucket/unickpt", state)

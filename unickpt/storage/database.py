@@ -18,7 +18,7 @@ from unickpt.storage import ocdbt
 from unickpt.storage.btree import nodes
 from unickpt.storage.btree.nodes import NodeColumn
 from unickpt.storage.errors import Damaged, Failed
-from unickpt.storage.kvstore import Future, KvStore
+from unickpt.storage.kvstore import KvStore
 from unickpt.storage.local_files import RegularFiles, system_calls
 from unickpt.storage.locations import Location
 from unickpt.storage.ocdbt import DatabaseReader, ReadyResult
@@ -52,7 +52,7 @@ class LocalDatabaseReader(ocdbt.DatabaseReader):
     def _check_file(self, path: str) -> None:
         self._files.check(path)
 
-    def request_all(self, keys: Sequence[str]) -> dict[str, Future[Any] | ReadyResult]:
+    def request_all(self, keys: Sequence[str]) -> dict[str, ocdbt.Result]:
         """Reads neighbouring values of a file together."""
         lengths: dict[str, int] = {}
         with suppress(Failed):

@@ -217,7 +217,9 @@ def _after(prefix: bytes) -> bytes | None:
     return stem[:-1] + bytes([stem[-1] + 1]) if stem else None
 
 
-_SMALL = 64 << 10
+_SMALL, _BRIEF = 1 << 20, 64 << 10
+# A request takes as long as some MB.
+_GAP_BYTES, _MOST_TOGETHER = 16 << 10, 8 << 20
 OnRead = Callable[[memoryview], object]
 """A function that is called with the bytes that were read."""
 
@@ -236,21 +238,33 @@ class DatabaseReader:
         self._store, self.tree = store, tree
         self._checked, self._checked_files = set[str](), set[str]()
 
-    def request(self, key: str) -> Future[ts.KvStore.ReadResult] | ReadyResult:
+    def request(self, key: str) -> Result:
         """Starts to read a value."""
         entry = self.tree.find(key)
         if isinstance(entry, DataReference) and self._store is not None:
             return self._store.read(entry.path, byte_range=_range(entry))
         return ReadyResult(self.tree.fetch(entry) if isinstance(entry, DataReference) else entry)
 
-    def request_all(
-        self, keys: Sequence[str]
-    ) -> dict[str, Future[ts.KvStore.ReadResult] | ReadyResult]:
-        """Starts to read values; skips those that cannot be read, so that `read` reports why."""
-        futures = {}
-        for key in keys:
-            with suppress(Failed):
-                futures[key] = self.request(key)
+    def request_all(self, keys: Sequence[str]) -> dict[str, Result]:
+        """Starts to read values, neighbouring ones of a file together; skips those that cannot be
+        read, so that `read` reports why."""
+        store, futures = self._store, dict[str, Result]()
+        if store is None:
+            for key in keys:
+                with suppress(Failed):
+                    futures[key] = self.request(key)
+            return futures
+        places = dict[str, DataReference]()
+        with suppress(Failed):
+            for leaf, numbers, positions in self.tree.find_all(keys):
+                for number, position in zip(numbers, positions, strict=True):
+                    entry = leaf.find(position)
+                    if isinstance(entry, DataReference):
+                        places[keys[number]] = entry
+                    else:
+                        futures[keys[number]] = ReadyResult(entry)
+        for run in _neighbours(places):
+            futures |= zip(run, _read_run(store, list(run.values())), strict=True)
         return futures
 
     def read_into(
@@ -260,7 +274,7 @@ class DatabaseReader:
         lengths: Sequence[int],
         looks: Sequence[OnRead | None],
     ) -> Sequence[bool]:
-        """Reads small values into memory; larger ones TensorStore reads with fewer copies.
+        """Reads values of up to 1 MiB into memory; larger ones TensorStore reads with fewer copies.
 
         Arguments:
             keys: of the values.
@@ -278,12 +292,14 @@ class DatabaseReader:
                 value = futures[key].result().value if key in futures and small[index] else b""
                 done[index] = key in futures and small[index] and len(value) == lengths[index]
             if done[index]:
-                # Unlike NumPy, this keeps the GIL, for which other threads would compete.
-                memory = buffer.reshape(-1).view(np.uint8).data
-                memory[:] = value[: buffer.nbytes]
+                memory = buffer.reshape(-1).view(np.uint8)
+                if buffer.nbytes > _BRIEF:
+                    np.copyto(memory, np.frombuffer(value, np.uint8, buffer.nbytes))
+                else:  # keeps the GIL, for which other threads would compete
+                    memory.data[:] = value[: buffer.nbytes]
                 look = looks[index]
                 if look is not None:
-                    look(memory)
+                    look(memory.data)
         return done
 
     def read(self, key: str, length: int | None = None) -> bytes | None:
@@ -383,6 +399,68 @@ def fetch(store: KvStore, reference: DataReference, may_be_sparse: bool = False)
         raise Damaged(f"no file {reference.path}")
     data: bytes = read.value
     return data
+
+
+class _PartResult:
+    """A value that is read together with others.
+
+    Arguments:
+        store: the key-value store of the files.
+        reference: the place of the value.
+        together: the bytes that are read.
+        start: the offset of their first byte in the file.
+    """
+
+    def __init__(
+        self,
+        store: KvStore,
+        reference: DataReference,
+        together: Future[ts.KvStore.ReadResult],
+        start: int,
+    ) -> None:
+        self._store, self._reference = store, reference
+        self._together, self._start = together, start
+
+    def result(self) -> ReadyResult | ts.KvStore.ReadResult:
+        """The value; if not all can be read together, it is read alone."""
+        reference, first = self._reference, self._reference.offset - self._start
+        with suppress(Failed):
+            read = self._together.result()
+            if read.state == "value":
+                return ReadyResult(memoryview(read.value)[first : first + reference.length])
+        return self._store.read(reference.path, byte_range=_range(reference)).result()
+
+
+Result = Future[ts.KvStore.ReadResult] | ReadyResult | _PartResult
+"""Its method `result` waits for a value."""
+
+
+def _neighbours(places: Mapping[str, DataReference]) -> Iterator[dict[str, DataReference]]:
+    """Values that are read together, because little or nothing is between them in a file."""
+    run, path, start, stop = dict[str, DataReference](), "", 0, 0
+    for key, place in sorted(places.items(), key=lambda item: (item[1].path, item[1].offset)):
+        end = max(stop, place.offset + place.length)
+        is_near = place.offset - stop <= _GAP_BYTES and end - start <= _MOST_TOGETHER
+        if run and (place.path != path or not is_near):
+            yield run
+            run = {}
+        if not run:
+            path, start, end = place.path, place.offset, place.offset + place.length
+        run[key], stop = place, end
+    if run:
+        yield run
+
+
+def _read_run(store: KvStore, places: Sequence[DataReference]) -> Iterator[Result]:
+    """Starts to read values that `_neighbours` returned."""
+    first = places[0]
+    if len(places) == 1:
+        yield store.read(first.path, byte_range=_range(first))
+        return
+    stop = max(place.offset + place.length for place in places)
+    together = store.read(first.path, byte_range=slice(first.offset, stop))
+    for place in places:
+        yield _PartResult(store, place, together, first.offset)
 
 
 def length_of(entry: bytes | DataReference) -> int:
