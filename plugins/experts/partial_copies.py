@@ -133,7 +133,7 @@ def recovered_selection(
         lost: arrays, each with the box of a lost chunk.
 
     Returns:
-        The selection; None if what is lost is no expert.
+        The selection; None if what is lost is no expert, or the step was saved with other keys.
 
     Raises:
         CheckpointCorrupt: the record of one is malformed.
@@ -142,6 +142,8 @@ def recovered_selection(
     if record is None or of_copy is None:
         return None
     units, older = _units(step.index, keys), dict[str, set[int]]()
+    if any(array_units.key not in record.steps for array_units in units.values()):
+        return None
     for name, box in lost:
         if (array_units := units.get(name)) is None:
             return None

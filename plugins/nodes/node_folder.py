@@ -94,14 +94,18 @@ class NodeFolder:
 
     @contextmanager
     def filled(self, below: str) -> Iterator[str]:
-        """The path of a draft, which becomes the folder at the end."""
+        """The path of a draft, which becomes the folder at the end, or goes on an error."""
         draft = f"{self.path}{below.rstrip('/')}.new"
         shutil.rmtree(draft, ignore_errors=True)
-        with system_calls("write", draft):
-            os.makedirs(draft)
-            yield draft
-            with suppress(FileNotFoundError):  # the step was removed meanwhile
-                os.rename(draft, self.path + below.rstrip("/"))
+        try:
+            with system_calls("write", draft):
+                os.makedirs(draft)
+                yield draft
+                with suppress(FileNotFoundError):  # the step was removed meanwhile
+                    os.rename(draft, self.path + below.rstrip("/"))
+        except BaseException:
+            shutil.rmtree(draft, ignore_errors=True)  # it may have filled the disk
+            raise
 
     @contextmanager
     def claimed(self, below: str) -> Iterator[bool]:

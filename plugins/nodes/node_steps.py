@@ -15,6 +15,8 @@ class NodeSteps(StepFolder):
         nodes: of the job.
     """
 
+    copies_differ = True
+
     def __init__(self, nodes: Nodes) -> None:
         super().__init__(nodes.location)  # type: ignore[arg-type]
         self._nodes = nodes

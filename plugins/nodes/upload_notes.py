@@ -19,8 +19,9 @@ class UploadNotes:
     """The notes.
 
     Per step and attempt, the notes say how many processes saved it (`parts`), whether it is to be
-    uploaded (`due`), and whose files are in the root. A choice identifies the files that an upload
-    leaves out, because its experts are in earlier steps; it is empty if none are.
+    uploaded (`due`), and whose files this job has put into the root: those of an earlier job may be
+    gone. A choice identifies the files that an upload leaves out, because its experts are in
+    earlier steps; it is empty if none are.
 
     Arguments:
         control: the folder for small files.
@@ -79,14 +80,19 @@ class UploadNotes:
         return msgspec.json.decode(read.value, type=list[str]) if read.state == "value" else []
 
     def missing(self, step: str, attempt: str, choice: str = "") -> list[int]:
-        """The processes whose files of a step are not in the root yet."""
+        """The processes whose files of a step this job has not put into the root yet."""
         count = self.part_count(step, attempt)
         names = {key.decode(errors="replace") for key in self._notes.list().result()}
-        return [n for n in range(count or 0) if _uploaded(step, attempt, n, choice) not in names]
+        numbers = range(count or 0)
+        return [n for n in numbers if self._uploaded(step, attempt, n, choice) not in names]
 
     def note_upload(self, step: str, attempt: str, process: int, choice: str = "") -> None:
         """Records that the files of a process are in the root."""
-        self._notes.write(_uploaded(step, attempt, process, choice), b"").result()
+        self._notes.write(self._uploaded(step, attempt, process, choice), b"").result()
+
+    def _uploaded(self, step: str, attempt: str, process: int, choice: str) -> str:
+        """The name of the note that the files of a process are in the root."""
+        return f"{step}.{attempt}.up-{self._job}-{process:05d}{choice and '-'}{choice}"
 
     def note_recovered(self, step: str, attempt: str) -> None:
         """Records that all that the nodes lack of a step is in the root."""
@@ -134,8 +140,3 @@ class UploadNotes:
         for key in self._notes.list().result():
             if key.decode(errors="replace").startswith(f"{step}."):
                 self._notes.write(key.decode(errors="replace"), None).result()
-
-
-def _uploaded(step: str, attempt: str, process: int, choice: str) -> str:
-    """The name of the note that the files of a process are in the root."""
-    return f"{step}.{attempt}.{process:05d}{choice and '-'}{choice}"

@@ -144,7 +144,7 @@ class NodeCopying(TierCopying):
             choice = self._uploads.choose(name, attempt, _by_process(part.left_out))
         self._uploads.decide(name, attempt, due=True, choice=choice)
         self._upload(name, sent.version, choice)
-        self._wait_for_parts(name, attempt, choice)
+        self._wait_for_parts(name, sent.version, choice)
         copy_files(sent.origin, sent.destination, attempt, sent.budget_bytes)
         if part is None:
             return sent.version.manifest, ()
@@ -211,17 +211,17 @@ class NodeCopying(TierCopying):
         for name in sorted(made) if fsync else ():
             (target.child(name) if name else target).sync(self._root.location)
 
-    def _wait_for_parts(self, step: str, attempt: str, choice: str) -> None:
+    def _wait_for_parts(self, step: str, version: Version, choice: str) -> None:
         """Waits until all nodes have uploaded a step.
 
         Raises:
             SaveTimeout: for too long, nothing came.
         """
-        missing = self._uploads.missing(step, attempt, choice)
+        missing = self._missing(step, version, choice)
         deadline = time.monotonic() + self.options.timeout_s
         while missing:
             time.sleep(self._uploads.pause_s)
-            before, missing = missing, self._uploads.missing(step, attempt, choice)
+            before, missing = missing, self._missing(step, version, choice)
             if missing != before:
                 deadline = time.monotonic() + self.options.timeout_s
             elif time.monotonic() > deadline:
@@ -229,6 +229,12 @@ class NodeCopying(TierCopying):
                     f"{step}: for {self.options.timeout_s:g} s no files of processes "
                     f"{first_few(missing)} came from their nodes; the step stays on the nodes"
                 )
+
+    def _missing(self, step: str, version: Version, choice: str) -> list[int]:
+        """The processes whose files a node has, and has not uploaded; only the root has others."""
+        held = self._nodes.holders(step, version)
+        missing = self._uploads.missing(step, version.attempt, choice)
+        return [process for process in missing if process in held]
 
     def _upload_all(self) -> None:
         """Uploads what is due of all committed steps; waits until process 0 has decided that."""

@@ -9,6 +9,7 @@ communicate in any other way. A process that saves alone keeps its record.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -199,7 +200,8 @@ class Attempt:
             pass  # reading the storage fails too; its first error is more useful
         if not isinstance(error, errors.Failed):
             return error
-        room = locations.room_text(self.location, error, self.planned_bytes, self.folder.path)
+        partial = os.path.dirname(self.own.path.rstrip("/"))
+        room = locations.room_text(self.own, error, self.planned_bytes, partial)
         return errors.writing_failed(error, f"saving to {self.location}", room)
 
     def publish(self, record: Record, kind: str = OK) -> None:

@@ -233,13 +233,13 @@ def _extra_to_json(index: Index) -> dict[str, Any]:
 
 
 def with_references(data: bytes, index: Index) -> bytes:
-    """A stored index with the references of another one, its number of reused bytes, digests and
-    metadata; all else stays, including members that this program does not know.
+    """A stored index with the references of another one, its number of reused bytes, digests,
+    metadata and codecs' notes; all else stays, including members that this program does not know.
 
     Arguments:
         data: the index as it is stored, which was already read.
         index: has `bases`, `borrowed`, `borrowed_xxh3`, `reused`, `digests_xxh3`, `digest_blocks`
-            and `metadata`.
+            and `metadata`, and the same arrays, perhaps with other notes of codecs.
     """
     stored = dict(tree_json.members(data, "index"))
     changed_facts = {"metadata": dict(index.metadata), **_digests_to_json(index)}
@@ -252,6 +252,11 @@ def with_references(data: bytes, index: Index) -> bytes:
     extra |= {_INCREMENTAL: incremental} if incremental else {}
     features |= {REFERENCES} if index.bases else set()
     members = {key: raw for key, raw in stored.items() if key not in replaced_keys}
+    notes = {name: entry.extra for name, entry in index.arrays.items() if entry.codec is not None}
+    arrays = tree_json.parsed(members["arrays"]) if notes else {}
+    for name, of_codecs in notes.items():
+        arrays[name]["extra"].update(of_codecs)
+    members |= {"arrays": arrays} if notes else {}
     changed = {
         "format": members.pop("format"),
         "features": sorted(features),

@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from typing import ClassVar
 
 from unickpt.commit import borrowers, version
 from unickpt.commit.lease import Lease
@@ -41,6 +42,9 @@ class StepFolder:
     Arguments:
         root: a local path or a URL.
     """
+
+    copies_differ: ClassVar[bool] = False
+    """Whether the copies of its steps in the root may have older units than these."""
 
     def __init__(self, root: paths.PathLike) -> None:
         self.location = paths.resolve(root)

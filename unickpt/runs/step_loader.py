@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -112,6 +112,8 @@ class StepLoader:
         """Loads a step from the fastest tier that has it undamaged, or returns the error."""
         damage: list[str] = []
         gone: CheckpointNotFound | None = None
+        if self._steps.first.copies_differ and self._group.count > 1:
+            return self._try_together(step)
         try:
             holders, before = self._steps.holders(step), list[StepFolder]()
             while holders != before and not damage:  # it may have moved to the other tier
@@ -130,14 +132,54 @@ class StepLoader:
                 holders, before = self._steps.holders(step), holders
         except Exception as error:
             return None, error
+        return None, self._failure(step, damage, gone)
+
+    def _try_together(self, step: int) -> tuple[Any, Exception | None]:
+        """As `_try`, but all processes load from the same tier: another may have older units."""
+        damage = list[str]()
+        for tier in self._steps.all:
+            result, error = self._try_tier(tier, step)
+            outcome = agreed(self._group, _outcome(error, listed=True))
+            if outcome == _FINE:
+                self.path = tier.path(step)
+                if damage:
+                    self._fell_back(step, "; ".join(damage))
+                return result, None
+            elsewhere = f"{tier.path(step)}: another process cannot load it"
+            if outcome == _DAMAGED:
+                damage.append(str(error or elsewhere))
+                _log.warning("%s is damaged: %s", tier.path(step), damage[-1])
+            elif outcome == _FAILED:
+                return None, error or ProcessFailed(elsewhere)
+        return None, self._failure(step, damage, None)
+
+    def _try_tier(self, tier: StepFolder, step: int) -> tuple[Any, Exception | None]:
+        """Loads a step from a tier, or returns the error."""
+        try:
+            if tier not in self._steps.holders(step):
+                return None, CheckpointNotFound(f"{tier.path(step)} is not the current version")
+            return load(tier.path(step), **self._arguments), None
+        except Exception as error:
+            return None, error
+
+    def _failure(
+        self, step: int, damage: Sequence[str], gone: CheckpointNotFound | None
+    ) -> Exception:
+        """The error that no tier has a step undamaged.
+
+        Arguments:
+            step: its number.
+            damage: of the tiers that have it.
+            gone: the error of a tier that did not.
+        """
         steps = self._steps.counting()
         if not damage:  # if it exists, it was replaced while it was read
-            return None, (gone if step in steps else None) or self._steps.not_found(step, steps)
+            return (gone if step in steps else None) or self._steps.not_found(step, steps)
         older = max((s for s in steps if s < step), default=None)
         hint = "there is no older step"
         if older is not None:
             hint = f"the next older step is {older}: load(step={older}), or load(fallback=True)"
-        return None, CheckpointCorrupt(f"{'; '.join(damage)}; {hint}")
+        return CheckpointCorrupt(f"{'; '.join(damage)}; {hint}")
 
 
 def _outcome(error: Exception | None, listed: bool) -> int:

@@ -13,7 +13,7 @@ import xxhash
 from unickpt.arrays.box import Box
 from unickpt.commit.root import Root
 from unickpt.commit.version import Version
-from unickpt.format import borrowed, chunk_grid, digest_table
+from unickpt.format import borrowed, chunk_grid, codecs, digest_table
 from unickpt.format.chunk_grid import WHOLE_LINK, Part
 from unickpt.format.index import BORROWED_KEY, DIGESTS_KEY, ArrayEntry, BaseEntry, Index
 from unickpt.format.ocdbt_reader import OcdbtReader
@@ -63,6 +63,7 @@ def leaving_out(reader: OcdbtReader, base: OcdbtReader, selection: Selection) ->
     tables, rows = [np.zeros(0, digest_table.DTYPE)], list[tuple[int, int, int]]()
     changed: dict[str, bytes | None] = {}
     needed, unneeded, nbytes, before = set[str](), set[str](), 0, 0
+    arrays = dict(reader.index.arrays)
     for name, entry in reader.index.arrays.items():
         table = reader.digests_of(name)
         if name in units:
@@ -77,6 +78,7 @@ def leaving_out(reader: OcdbtReader, base: OcdbtReader, selection: Selection) ->
                 if is_left_out:
                     owner = owner or _itself(base)
                     table[row] = base_table[row]
+                    arrays[name] = _noted(entry, base.index.arrays[name])
                     changed[chunk_grid.chunk_key(part, number)] = None
                     nbytes += box.size * entry.itemsize
                 (unneeded if is_left_out else needed).add(path)
@@ -91,6 +93,7 @@ def leaving_out(reader: OcdbtReader, base: OcdbtReader, selection: Selection) ->
     is_long = reader.index.digest_blocks is not None
     index = replace(
         reader.index,
+        arrays=arrays,
         metadata=selection.metadata,
         digests_xxh3=f"{xxhash.xxh3_64_intdigest(digests.tobytes()):016x}",
         digest_blocks=digest_table.blocks(digests) if is_long else None,
@@ -169,6 +172,14 @@ def _owner(reader: OcdbtReader, entry: ArrayEntry, part: Part, number: int) -> B
 
 def _itself(reader: OcdbtReader) -> BaseEntry:
     return BaseEntry(borrowed.name_of(reader.location), reader.manifest_digest)
+
+
+def _noted(entry: ArrayEntry, base: ArrayEntry) -> ArrayEntry:
+    """An entry with the notes of its codec about the chunks of both arrays."""
+    if (name := entry.codec) is None:
+        return entry
+    note = codecs.merge(name, [entry.extra[name], base.extra[name]])
+    return replace(entry, extra={**entry.extra, name: note})
 
 
 def _are_alike(entry: ArrayEntry, base: ArrayEntry | None) -> bool:

@@ -338,10 +338,10 @@ def test_no_step_is_lost_or_mixed() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("part", range(20))
+@pytest.mark.parametrize("part", range(100))  # half a minute each: faulthandler's dump may crash
 def test_no_step_is_lost_or_mixed_in_many_schedules(part: int) -> None:
     with node_world.simulated():
-        assert not [text for n in range(5000) for text in broken(1000 + part * 5000 + n)]
+        assert not [text for n in range(1000) for text in broken(1000 * (part + 1) + n)]
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ from support.saving import files
 import unickpt
 from unickpt import Checkpointer, SaveOptions
 from unickpt.errors import CheckpointCorrupt, InvalidPath, SaveTimeout
+from unickpt.runs import orphans
 
 OPTIONS = SaveOptions(fsync=False, timeout_s=20, chunk_bytes=4096)
 JOB = """
@@ -400,3 +401,29 @@ def test_a_failed_upload_is_resumed_with_all_files(
     assert Checkpointer(root).steps() == [1, 2]
     for step in (1, 2):
         assert unickpt.verify(root / f"step_{step}").ok
+
+
+def test_an_interrupted_upload_whose_files_were_cleaned_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from unickpt.plugins.nodes import uploads
+
+    root, node = tmp_path / "root", tmp_path / "node"
+
+    def killed(*_: Any) -> None:
+        raise OSError("killed")
+
+    run = Checkpointer(root, node_local=node, options=OPTIONS)
+    with monkeypatch.context() as patch:
+        patch.setattr(uploads, "copy_files", killed)
+        run.save(1, state(1))
+        with pytest.raises(OSError, match="killed"):
+            run.wait()
+    run._steps.close()
+    for path in root.rglob("*"):
+        os.utime(path, (0, 0))
+    (orphan,) = orphans.find(root).orphans
+    assert orphans.clean(root, [orphan]) == [orphan]
+    Checkpointer(root, node_local=node, options=OPTIONS).close()
+    assert (unickpt.load(root / "step_1")["w"] == state(1)["w"]).all()
+    assert unickpt.verify(root / "step_1").ok
