@@ -232,9 +232,9 @@ class NodeCopying(TierCopying):
 
     def _missing(self, step: str, version: Version, choice: str) -> list[int]:
         """The processes whose files a node has, and has not uploaded; only the root has others."""
-        held = self._nodes.holders(step, version)
+        holders = self._nodes.holders(step, version)
         missing = self._uploads.missing(step, version.attempt, choice)
-        return [process for process in missing if process in held]
+        return [process for process in missing if process in holders]
 
     def _upload_all(self) -> None:
         """Uploads what is due of all committed steps; waits until process 0 has decided that."""

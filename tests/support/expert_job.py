@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from support.dying import die_at
-from support.processes import Processes
 
 import unickpt
+from support.dying import die_at
+from support.processes import Processes
 from unickpt.types import Box, LocalFragments
 
 EXPERTS = 8

@@ -200,8 +200,8 @@ class Attempt:
             pass  # reading the storage fails too; its first error is more useful
         if not isinstance(error, errors.Failed):
             return error
-        partial = os.path.dirname(self.own.path.rstrip("/"))
-        room = locations.room_text(self.own, error, self.planned_bytes, partial)
+        folder = os.path.dirname(self.own.path.rstrip("/"))
+        room = locations.room_text(self.own, error, self.planned_bytes, folder)
         return errors.writing_failed(error, f"saving to {self.location}", room)
 
     def publish(self, record: Record, kind: str = OK) -> None:

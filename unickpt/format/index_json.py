@@ -254,14 +254,14 @@ def with_references(data: bytes, index: Index) -> bytes:
     members = {key: raw for key, raw in stored.items() if key not in replaced_keys}
     notes = {name: entry.extra for name, entry in index.arrays.items() if entry.codec is not None}
     arrays = tree_json.parsed(members["arrays"]) if notes else {}
-    for name, of_codecs in notes.items():
-        arrays[name]["extra"].update(of_codecs)
-    members |= {"arrays": arrays} if notes else {}
-    changed = {
+    for name, codec_notes in notes.items():
+        arrays[name]["extra"].update(codec_notes)
+    changed: dict[str, Any] = {
         "format": members.pop("format"),
         "features": sorted(features),
         **members,
         **changed_facts,
+        **({"arrays": arrays} if notes else {}),
         **_references_to_json(index),
         **({"extra": extra} if extra else {}),
     }
