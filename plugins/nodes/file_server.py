@@ -12,10 +12,12 @@ import threading
 from collections.abc import Callable
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from socketserver import TCPServer
 from typing import Any
 
 import msgspec
 
+from unickpt.plugins.nodes.addresses import node_address
 from unickpt.plugins.nodes.node_folder import files_below
 
 _log = logging.getLogger("unickpt")
@@ -35,8 +37,7 @@ class FileServer:
     def __init__(self, folder: str) -> None:
         self._token = secrets.token_urlsafe(24)
         handler = _handler(folder, f"/{self._token}/")
-        self._server = ThreadingHTTPServer(("", 0), handler)
-        self._server.daemon_threads = True
+        self._server = _Server(("", 0), handler)
         serve = self._server.serve_forever
         self._thread = threading.Thread(target=serve, name="unickpt node", daemon=True)
         self._thread.start()
@@ -44,7 +45,7 @@ class FileServer:
     @property
     def url(self) -> str:
         """The URL of the folder; ends with `/`."""
-        return f"http://{_address()}:{self._server.server_address[1]}/{self._token}/"
+        return f"http://{node_address()}:{self._server.server_address[1]}/{self._token}/"
 
     def close(self) -> None:
         """Ends the server."""
@@ -53,15 +54,16 @@ class FileServer:
         self._thread.join()
 
 
-def _address() -> str:
-    """The address of this machine, as others reach it: `UNICKPT_NODE_ADDRESS`, or that of its
-    name."""
-    if address := os.environ.get("UNICKPT_NODE_ADDRESS"):
-        return address
-    try:
-        return socket.gethostbyname(socket.gethostname())
-    except OSError:
-        return "127.0.0.1"
+class _Server(ThreadingHTTPServer):
+    """A server at all addresses of this machine, of IPv6 as well, if it has that."""
+
+    daemon_threads = True
+    address_family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
+
+    def server_bind(self) -> None:
+        if self.address_family == socket.AF_INET6:
+            self.socket.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        TCPServer.server_bind(self)  # HTTPServer's looks up the name of this machine
 
 
 def _handler(folder: str, prefix: str) -> Callable[..., BaseHTTPRequestHandler]:

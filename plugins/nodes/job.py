@@ -22,6 +22,7 @@ from unickpt.extend import (
     version_at,
 )
 from unickpt.plugins.nodes import membership
+from unickpt.plugins.nodes.addresses import bypass_proxy
 from unickpt.plugins.nodes.file_server import FileServer
 from unickpt.plugins.nodes.locations import StepLocation, shared
 from unickpt.plugins.nodes.membership import NodeProcess
@@ -81,7 +82,9 @@ class Nodes:
         member = NodeProcess(node, self.server.url, self._unit, parts, sums)
         group = self.group
         whole = self._control, self._exchange, group.index, group.count, member
-        return membership.gather(*whole, self.options.timeout_s)
+        members = membership.gather(*whole, self.options.timeout_s)
+        bypass_proxy(other.url for other in members)
+        return members
 
     @cached_property
     def parity(self) -> Any:

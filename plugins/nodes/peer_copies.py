@@ -12,12 +12,14 @@ import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from http.client import HTTPException
 from typing import TYPE_CHECKING, Any
-from urllib.parse import quote
+from urllib.error import URLError
+from urllib.parse import quote, urlsplit
 
 import msgspec
 
-from unickpt.extend import SerialExecutor, StepFolder, Version
+from unickpt.extend import Failed, SerialExecutor, StepFolder, Version
 from unickpt.plugins.nodes.membership import NodeProcess
 
 if TYPE_CHECKING:
@@ -126,7 +128,7 @@ class PeerCopies(PeerTask):
 
     def _fetch_file(self, url: str, path: str) -> None:
         os.makedirs(os.path.dirname(path), exist_ok=True)
-        with urllib.request.urlopen(url, timeout=_TIMEOUT_S) as response, open(path, "wb") as file:
+        with answer(url) as response, open(path, "wb") as file:
             expected, received = int(response.headers["Content-Length"]), 0
             while True:
                 with paced(self._rate) as counted:
@@ -147,8 +149,19 @@ def paced(bytes_per_s: float | None) -> Iterator[Callable[[int], None]]:
         time.sleep(max(0.0, sum(counts) / bytes_per_s - (time.monotonic() - began)))
 
 
+@contextmanager
+def answer(url: str | urllib.request.Request) -> Iterator[Any]:
+    """What a node answers, to be read. Raises Failed, which names the node."""
+    try:
+        with urllib.request.urlopen(url, timeout=_TIMEOUT_S) as response:
+            yield response
+    except (URLError, TimeoutError, ConnectionError, HTTPException) as error:
+        place = urlsplit(url if isinstance(url, str) else url.full_url).netloc  # without the secret
+        raise Failed(f"the node at {place}: {getattr(error, 'reason', error)}") from error
+
+
 def fetched(url: str | urllib.request.Request) -> bytes:
-    """What a node answers."""
-    with urllib.request.urlopen(url, timeout=_TIMEOUT_S) as response:
+    """What a node answers. Raises Failed."""
+    with answer(url) as response:
         data: bytes = response.read()
     return data
