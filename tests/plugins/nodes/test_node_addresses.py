@@ -26,7 +26,8 @@ url = sys.argv[1]
 bypass_proxy([url])
 assert fetched(url + "d") == b"data"
 retries = {"http_request_retries": {"max_retries": 1}}
-store = ts.KvStore.open({"driver": "http", "base_url": url, "path": "", "context": retries}).result()
+spec = {"driver": "http", "base_url": url, "path": "", "context": retries}
+store = ts.KvStore.open(spec).result()
 assert store.read("d").result().value == b"data"
 """
 
