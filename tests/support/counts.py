@@ -58,12 +58,13 @@ def keys_read() -> Iterator[Count]:
 
         return read
 
-    together = LocalDatabaseReader.request_all
+    def all_counted(real: Any) -> Any:
+        def request_all(self: DatabaseReader, keys: Sequence[str]) -> Any:
+            found = real(self, keys)
+            past.extend(found)
+            return found
 
-    def all_counted(self: LocalDatabaseReader, keys: Sequence[str]) -> Any:
-        found = together(self, keys)
-        past.extend(found)
-        return found
+        return request_all
 
     into = LocalDatabaseReader.read_into
 
@@ -76,7 +77,10 @@ def keys_read() -> Iterator[Count]:
         mock.patch.object(LocalDatabaseReader, "read_into", into_counted),
         mock.patch.object(DatabaseReader, "read", counted(DatabaseReader.read)),
         mock.patch.object(DatabaseReader, "request", counted(DatabaseReader.request)),
-        mock.patch.object(LocalDatabaseReader, "request_all", all_counted),
+        mock.patch.object(
+            LocalDatabaseReader, "request_all", all_counted(LocalDatabaseReader.request_all)
+        ),
+        mock.patch.object(DatabaseReader, "request_all", all_counted(DatabaseReader.request_all)),
     ):
         yield count
     count.keys = _by_tensorstore() - before + len(past)
