@@ -96,12 +96,14 @@ class Request(NamedTuple):
         key: what follows the server's name, such as "/bucket/key".
         nbytes: of its body.
         signer: the id of the key that signed it; empty if it is not signed.
+        range_bytes: how many bytes of the object it asks for; None for all.
     """
 
     method: str
     key: str
     nbytes: int
     signer: str
+    range_bytes: int | None = None
 
 
 @contextmanager
@@ -116,7 +118,9 @@ def requests() -> Iterator[list[Request]]:
         signature = environ.get("HTTP_AUTHORIZATION", "")
         match = re.search(r"Credential=([^/]+)/", signature)
         method, path = environ["REQUEST_METHOD"], environ["PATH_INFO"]
-        seen.append(Request(method, path, nbytes, match[1] if match else ""))
+        span = re.fullmatch(r"bytes=(\d+)-(\d+)", environ.get("HTTP_RANGE", ""))
+        range_bytes = int(span[2]) - int(span[1]) + 1 if span else None
+        seen.append(Request(method, path, nbytes, match[1] if match else "", range_bytes))
         return real(self, environ, start_response)
 
     with mock.patch.object(DomainDispatcherApplication, "__call__", counted):

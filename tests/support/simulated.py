@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -27,10 +28,12 @@ class _Stream:
     def __init__(self) -> None:
         self.queue: list[Callable[[], object]] = []
         self.copies = 0
+        self._running = threading.RLock()
 
     def run(self) -> None:
-        while self.queue:
-            self.queue.pop(0)()
+        with self._running:  # who waits for a copy that another thread makes, waits for its end
+            while self.queue:
+                self.queue.pop(0)()
 
     def wait_event(self, event: _Event) -> None:
         event.synchronize()

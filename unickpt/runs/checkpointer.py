@@ -129,7 +129,7 @@ class Checkpointer:
         local_folder = None if tier is None else tier.folder
         self._steps = Steps(folder, retention, local_folder, other_roles, after)
         self._queue = SaveQueue()
-        self._triggers = SaveTriggers(when, self._queue.is_busy)
+        self._triggers = SaveTriggers(when, self._queue.unfinished)
         self._saved_at = time.monotonic()
         leaves_out, ended = tier is None or not tier.takes_all, self._queue.wait_ended
         self._features = RunFeatures(self._options, self._steps.first, ended, leaves_out=leaves_out)

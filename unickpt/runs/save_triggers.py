@@ -8,18 +8,18 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from numbers import Real
 from types import FrameType
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from unickpt.frameworks.process_group import Group
 from unickpt.quoting import changed_repr
 
 _log = logging.getLogger("unickpt")
 _DUE, _BUSY, _PREEMPTED = 1, 2, 3
-_WHEN_BUSY = ("wait", "skip", "newest")
+_WhenBusy = Literal["wait", "skip", "newest"]
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class SaveEvery:
     steps: int | None = None
     seconds: float | None = None
     preemption: bool = False
-    when_busy: Literal["wait", "skip", "newest"] = "wait"
+    when_busy: _WhenBusy = "wait"
 
     __repr__ = changed_repr
 
@@ -52,8 +52,8 @@ class SaveEvery:
         for name, value in (("steps", self.steps), ("seconds", self.seconds)):
             if value is not None and not (isinstance(value, Real) and value > 0):
                 raise ValueError(f"save_every: {name}={value!r} must be a positive number")
-        if self.when_busy not in _WHEN_BUSY:
-            allowed = ", ".join(map(repr, _WHEN_BUSY))
+        if self.when_busy not in get_args(_WhenBusy):
+            allowed = ", ".join(map(repr, get_args(_WhenBusy)))
             raise ValueError(f"save_every: when_busy={self.when_busy!r} must be one of {allowed}")
 
 
@@ -62,11 +62,11 @@ class SaveTriggers:
 
     Arguments:
         when: as given.
-        is_busy: whether a save of this process has not ended.
+        unfinished: the saves of this process that have not ended.
     """
 
-    def __init__(self, when: SaveEvery, is_busy: Callable[[], bool]) -> None:
-        self._when, self._is_busy = when, is_busy
+    def __init__(self, when: SaveEvery, unfinished: Callable[[], Sequence[object]]) -> None:
+        self._when, self._unfinished = when, unfinished
         self._is_owed = False  # a step was due and not saved, and the next one that can be is
         self.has_skipped = False
         """Whether the last step was due, and an earlier save had not ended."""
@@ -102,7 +102,7 @@ class SaveTriggers:
         reason = _DUE if late else 0
         if self._stop_requested.is_set():
             reason = _PREEMPTED
-        elif may_yield and self._is_busy():
+        elif may_yield and self._unfinished():
             reason = _BUSY
         if group.count > 1 and (is_timed or self._when.preemption or may_yield):
             reason = group.agree(reason)

@@ -110,10 +110,10 @@ class StepLoader:
 
     def _try(self, step: int) -> tuple[Any, Exception | None]:
         """Loads a step from the fastest tier that has it undamaged, or returns the error."""
-        damage: list[str] = []
-        gone: CheckpointNotFound | None = None
         if self._steps.first.copies_differ and self._group.count > 1:
             return self._try_together(step)
+        damage: list[str] = []
+        gone: CheckpointNotFound | None = None
         try:
             holders, before = self._steps.holders(step), list[StepFolder]()
             while holders != before and not damage:  # it may have moved to the other tier

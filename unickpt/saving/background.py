@@ -535,10 +535,6 @@ class SaveQueue:
         while unfinished := self.unfinished():  # meanwhile another thread may begin one
             unfinished[0]._wait_over()
 
-    def is_busy(self) -> bool:
-        """Whether a save has not ended."""
-        return bool(self.unfinished())
-
     def unfinished(self) -> list[PendingSave]:
         return [pending for pending in self._pending if not pending.done()]
 

@@ -217,8 +217,9 @@ def _after(prefix: bytes) -> bytes | None:
     return stem[:-1] + bytes([stem[-1] + 1]) if stem else None
 
 
-_SMALL, _BRIEF = 1 << 20, 64 << 10
-# A request takes as long as some MB.
+_SMALL = 1 << 20  # read here; TensorStore reads larger values
+_BRIEF = 64 << 10  # copied so quickly that waiting for the GIL would take longer
+# A request for one more value takes longer than reading so many bytes between two.
 _GAP_BYTES, _MOST_TOGETHER = 16 << 10, 8 << 20
 OnRead = Callable[[memoryview], object]
 """A function that is called with the bytes that were read."""
@@ -295,7 +296,7 @@ class DatabaseReader:
                 memory = buffer.reshape(-1).view(np.uint8)
                 if buffer.nbytes > _BRIEF:
                     np.copyto(memory, np.frombuffer(value, np.uint8, buffer.nbytes))
-                else:  # keeps the GIL, for which other threads would compete
+                else:  # unlike NumPy, this keeps the GIL
                     memory.data[:] = value[: buffer.nbytes]
                 look = looks[index]
                 if look is not None:
