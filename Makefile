@@ -4,7 +4,8 @@ BIN := .venv/bin
 # torch's CPU build: a plain "torch" would bring gigabytes of CUDA libraries along.
 TORCH := torch==2.13.0
 # Most modules of torch and others are never imported; those that are get compiled at that time.
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
+# Two `--quiet`: new versions of pip warn of each folder of a mirror that lacks a package.
+PIP := $(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check --no-compile
 # A path in site-packages, which type checkers follow; setuptools' import hook they cannot follow.
 EDITABLE := --config-settings editable_mode=compat --editable
 
@@ -20,6 +21,7 @@ SPREAD := -n $(WORKERS) --dist worksteal
 
 .venv/installed: pyproject.toml
 	$(PYTHON) -m venv .venv
+	-$(PIP) --upgrade pip  # that of Python 3.11 takes twice as long
 	$(PIP) $(TORCH)
 	$(PIP) $(EDITABLE) '.[dev]'
 	touch $@
