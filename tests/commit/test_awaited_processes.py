@@ -203,6 +203,36 @@ def test_it_is_said_at_growing_intervals(
     assert said == [30, 90, 210, 450, 930, 1530]
 
 
+def test_a_stopped_process_is_said_within_seconds_and_once(
+    tmp_path: Path,
+    records: KvStore,
+    clock: Clock,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    states = {14: "stopped", 25: "waiting for a disk"}
+    waits = of(tmp_path, 0)
+    monkeypatch.setattr(
+        waits,
+        "describe",
+        lambda late: Late(1, {3: next((s for n, s in states.items() if n > clock.now), "writing")}),
+    )
+    looked = waits.patiently(lambda notes: False, [3])
+    said = []
+    for now in range(100):
+        clock.now = now
+        with caplog.at_level(logging.WARNING, "unickpt"):
+            looked(set())
+        said += [(now, record.getMessage().partition(" for ")[2]) for record in caplog.records]
+        caplog.clear()
+    assert said == [
+        (6, "process 3 (stopped)"),
+        (18, "process 3 (waiting for a disk)"),
+        (30, "process 3 (writing)"),
+        (90, "process 3 (writing)"),
+    ]
+
+
 def test_a_save_in_time_says_and_stores_nothing(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -50,7 +50,7 @@ from unickpt.saving import writer
 
 path, index, count, session, doomed, step, slow, place, silent_s = ARGS
 logging.basicConfig(stream=sys.stdout, format="%(message)s")
-awaited_processes._FIRST_S = 1.0
+awaited_processes._STOPPED_S = 1.0
 if silent_s:
     liveness.SILENT_S, liveness._SILENT_SIGNS, liveness.SIGN_S = silent_s, 1, {{False: 0.2}}
     liveness.READ_S, liveness.LOOK_S = {{False: 0.2}}, 0.2

@@ -29,7 +29,9 @@ from unickpt.storage.kvstore import KvStore
 
 _log = logging.getLogger("unickpt")
 _FIRST_S = 30.0
-"""A process that waits for less than this logs nothing."""
+"""A process that waits for less than this logs nothing, unless another one is stopped."""
+_STOPPED_S = 6.0
+"""A process that waits for so long logs whether another one is stopped, or waits for a disk."""
 _GROWTH, _LONGEST_S = 2.0, 600.0
 _LOOKS_PER_S = 100
 """The most of all processes of a job together."""
@@ -49,6 +51,11 @@ class Late:
 
     count: int
     phases: Mapping[int, str]
+
+    @property
+    def is_explained(self) -> bool:
+        """Whether it is known why one of them makes no progress."""
+        return any(phase in CAUSES for phase in self.phases.values())
 
     def __str__(self) -> str:
         """As "processes 17, 203 (writing), 5 (not begun)"."""
@@ -72,7 +79,8 @@ class Waits:
 
     def __init__(self, attempt: Attempt) -> None:
         self._attempt, self._group = attempt, attempt.group
-        self._least_s = max(_FIRST_S, self._group.count / _LOOKS_PER_S)
+        least_s = self._group.count / _LOOKS_PER_S
+        self._stopped_s, self._least_s = max(_STOPPED_S, least_s), max(_FIRST_S, least_s)
         self._note_data, self._note_at = b"", time.monotonic()
 
     @cached_property
@@ -107,26 +115,35 @@ class Waits:
     def patiently(
         self, ready: Callable[[set[str]], bool], late: Sequence[int]
     ) -> Callable[[set[str]], bool]:
-        """`ready`, for `Notes.wait`, which also logs from time to time the awaited processes.
+        """`ready`, for `Notes.wait`, which also logs from time to time the awaited processes, and
+        soon those that are stopped or wait for a disk.
 
         Arguments:
             ready: whether the wait is over.
             late: for the coordinator, the processes whose records are missing; `ready` changes it.
         """
         began, pause = time.monotonic(), self._least_s
-        next_s = pause
+        next_s, told = min(self._stopped_s, self._least_s), ""
 
         def looked(notes: set[str]) -> bool:
-            nonlocal pause, next_s
+            nonlocal pause, next_s, told
             if ready(notes):
                 return True
             waited = time.monotonic() - began
             if waited >= next_s:
-                pause = min(pause * _GROWTH, max(_LONGEST_S, self._least_s))
+                is_early = waited < self._least_s
+                if not is_early:
+                    pause = min(pause * _GROWTH, max(_LONGEST_S, self._least_s))
                 with suppress(Exception):  # what fails here, fails the wait itself if it matters
-                    whom = f"{self._whom(late, pause)}{legend(members_of(self._group))}"
-                    _log.warning("%s: waiting %.0f s for %s", self._attempt.location, waited, whom)
-                next_s = time.monotonic() - began + pause
+                    status = self._whom(late, pause)
+                    if not is_early or (status.is_explained and str(status) != told):
+                        told = str(status)
+                        whom = f"{told}{legend(members_of(self._group))}"
+                        where = self._attempt.location
+                        _log.warning("%s: waiting %.0f s for %s", where, waited, whom)
+                next_s = time.monotonic() - began + (self._stopped_s if is_early else pause)
+                if is_early:
+                    next_s = min(next_s, self._least_s)
             return False
 
         return looked
