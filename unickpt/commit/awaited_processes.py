@@ -123,10 +123,10 @@ class Waits:
             late: for the coordinator, the processes whose records are missing; `ready` changes it.
         """
         began, pause = time.monotonic(), self._least_s
-        next_s, told = min(self._stopped_s, self._least_s), ""
+        next_s, logged = min(self._stopped_s, self._least_s), Late(0, {})
 
         def looked(notes: set[str]) -> bool:
-            nonlocal pause, next_s, told
+            nonlocal pause, next_s, logged
             if ready(notes):
                 return True
             waited = time.monotonic() - began
@@ -136,11 +136,10 @@ class Waits:
                     pause = min(pause * _GROWTH, max(_LONGEST_S, self._least_s))
                 with suppress(Exception):  # what fails here, fails the wait itself if it matters
                     status = self._whom(late, pause)
-                    if not is_early or (status.is_explained and str(status) != told):
-                        told = str(status)
-                        whom = f"{told}{legend(members_of(self._group))}"
-                        where = self._attempt.location
-                        _log.warning("%s: waiting %.0f s for %s", where, waited, whom)
+                    if not is_early or (status.is_explained and status != logged):
+                        logged, location = status, self._attempt.location
+                        whom = f"{status}{legend(members_of(self._group))}"
+                        _log.warning("%s: waiting %.0f s for %s", location, waited, whom)
                 next_s = time.monotonic() - began + (self._stopped_s if is_early else pause)
                 if is_early:
                     next_s = min(next_s, self._least_s)
