@@ -14,7 +14,6 @@ from jax.sharding import AbstractMesh, NamedSharding, Sharding, SingleDeviceShar
 
 from unickpt import doors
 from unickpt.adapters.jax_group import JaxGroup, only_this_process
-from unickpt.adapters.jax_group import group as group
 from unickpt.adapters.jax_group import group_of as group_of
 from unickpt.adapters.jax_settings import unchecked
 from unickpt.arrays import dtypes

@@ -36,14 +36,11 @@ _A_DAY_S = 86400.0
 _SLICES, _LEAST_SLICE = 32 << 20, 64 << 10
 
 
-def group() -> Group | None:
-    # In this order, JAX does not start its backends without need.
-    if not jax.distributed.is_initialized() or jax.process_count() == 1:
-        return None
-    return JaxGroup()
-
-
 def group_of(obj: Any) -> Group | None:
+    if obj is None:
+        # In this order, JAX does not start its backends without need.
+        is_job = jax.distributed.is_initialized() and jax.process_count() > 1
+        return JaxGroup() if is_job else None
     if isinstance(obj, jax.sharding.Mesh):
         obj = obj.devices
     if not isinstance(obj, list | tuple | np.ndarray):

@@ -89,11 +89,7 @@ def expand(obj: Any, name: str, stored: Mapping[str, Any] | None) -> Expansion |
     return None
 
 
-group = None
-
-
-def group_of(obj: Any) -> None:
-    return None
+group_of = None
 
 
 def fence(optimizer: Any, wait: Callable[[], None]) -> Fence | None:

@@ -35,7 +35,6 @@ from unickpt.adapters.torch_distributed import (
     sharding_of,
     with_parts,
 )
-from unickpt.adapters.torch_distributed import group as group
 from unickpt.adapters.torch_distributed import group_of as group_of
 from unickpt.adapters.torch_from_numpy import FROM_NUMPY, as_torch
 from unickpt.adapters.torch_from_numpy import from_numpy as from_numpy

@@ -15,7 +15,6 @@ import numpy as np
 import torch
 
 from unickpt.adapters.torch_distributed import TO_NUMPY
-from unickpt.adapters.torch_distributed import group as group
 from unickpt.adapters.torch_from_numpy import as_torch
 from unickpt.arrays.box import Box
 from unickpt.arrays.dtypes import Array, DType

@@ -36,15 +36,12 @@ from unickpt.frameworks.process_group import (
 )
 
 
-def group() -> Group | None:
-    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
-        return None
-    return TorchGroup(dist.group.WORLD)
-
-
 def group_of(obj: Any) -> Group | None:
     if not dist.is_available():
         return None
+    if obj is None:
+        is_job = dist.is_initialized() and dist.get_world_size() > 1
+        return TorchGroup(dist.group.WORLD) if is_job else None
     outside = dist.GroupMember.NON_GROUP_MEMBER
     if type(obj) is type(outside) and obj == outside:
         raise ValueError(

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from unickpt.adapters.torch_distributed import group as group
 from unickpt.adapters.torch_extra_state import with_extra_states
 from unickpt.errors import LoadMismatch, UnsupportedLeaf
 from unickpt.frameworks.protocol import StoredTree

@@ -115,6 +115,7 @@ class MirroredCheckpointer(Checkpointer):
         self._mirror = StepsFolder(mirror, storage_options or {})
         if self._mirror.is_at(Path(resolve_path(root).path)):
             raise ValueError(f"mirror={mirror!r} is the folder of root=; give another one")
+        self._root_folder = StepFolder(root)
         self._mirror_retention = Retention(mirror_keep_last, mirror_keep_every)
         self._settled: dict[int, Version] = {}
         """The versions of steps that are copied, or that the mirror need not have."""
@@ -156,7 +157,7 @@ class MirroredCheckpointer(Checkpointer):
         """
         group = job_group(self._options.group, self._options.timeout_s)
         downloaded_steps: list[int] = []
-        root = self._steps.root
+        root = self._root_folder
 
         def download() -> None:
             mirror_steps = self._mirror.steps()
@@ -211,7 +212,7 @@ class MirroredCheckpointer(Checkpointer):
 
     def _copy(self) -> None:
         """Copies steps that the mirror lacks, then removes steps there that no rule keeps."""
-        root, mirror_steps = self._steps.root, self._mirror.steps()
+        root, mirror_steps = self._root_folder, self._mirror.steps()
         local_steps = root.committed()
         if not local_steps:
             return
@@ -244,7 +245,7 @@ class MirroredCheckpointer(Checkpointer):
 
     def _keep(self, keep: Callable[[int], bool] | None) -> Callable[[int], bool]:
         def stays(step: int) -> bool:
-            version = self._steps.root.version(step)
+            version = self._root_folder.version(step)
             return version != self._settled.get(step) or (keep is not None and keep(step))
 
         return stays
@@ -255,7 +256,7 @@ class MirroredCheckpointer(Checkpointer):
                 self._mirror.remove(step)
 
         group = job_group(self._options.group, self._options.timeout_s)
-        on_process_0(group, self._steps.root.location, f"remove steps in {self._mirror}", remove)
+        on_process_0(group, self._root_folder.location, f"remove steps in {self._mirror}", remove)
         barrier(group)
 
 

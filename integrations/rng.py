@@ -1,16 +1,19 @@
-"""The states of the random number generators of a process: Python's, NumPy's, torch's and those of
-its accelerators. A leaf of a tree, one for each process."""
+"""The states of the random number generators of a process: Python's, NumPy's, and if torch is
+imported, torch's and those of its accelerators. A leaf of a tree, one for each process."""
 
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
 from unickpt import PerProcess
+
+if TYPE_CHECKING:
+    import torch
 
 _ACCELERATORS = ("cuda", "xpu", "npu", "mlu", "musa", "hpu")
 
@@ -25,6 +28,7 @@ def states() -> PerProcess:
         >>> random.random() == first
         True
     """
+    torch = sys.modules.get("torch")
     version, words, gauss = random.getstate()
     kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     accelerators = {
@@ -41,7 +45,7 @@ def states() -> PerProcess:
                 "has_gauss": int(has_gauss),
                 "cached": float(cached),
             },
-            "torch": torch.get_rng_state().numpy(),
+            "torch": torch.get_rng_state().numpy() if torch else None,
             "accelerators": accelerators,
         }
     )
@@ -78,7 +82,8 @@ def restore(found: Mapping[str, Any] | None) -> None:
             numpy["cached"],
         )
     )
-    torch.set_rng_state(_tensor(found["torch"]))
+    if found["torch"] is not None and (torch := sys.modules.get("torch")):
+        torch.set_rng_state(_tensor(found["torch"]))
     for name, module in _accelerators().items():
         devices = range(module.device_count())
         for device, state in zip(devices, found["accelerators"].get(name, ()), strict=False):
@@ -86,11 +91,14 @@ def restore(found: Mapping[str, Any] | None) -> None:
 
 
 def _tensor(state: Any) -> torch.Tensor:
+    import torch
+
     return torch.from_numpy(np.array(state, np.uint8))  # a copy, which torch may write to
 
 
 def _accelerators() -> dict[str, Any]:
     """torch's modules of the accelerators that are here."""
+    torch = sys.modules.get("torch")
     modules = {name: getattr(torch, name, None) for name in _ACCELERATORS}
     return {
         name: module

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 from numbers import Integral
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, get_args
 
@@ -198,7 +199,7 @@ class SaveOptions(CommonOptions):
             if names.count(name) > 1:
                 raise ValueError(f"SaveOptions has the feature {name!r} twice; give it once")
 
-    @property
+    @cached_property
     def all_features(self) -> tuple[SaveFeature, ...]:
         """`features`, and the features that keywords stand for."""
         features = list(self.features)
@@ -208,7 +209,7 @@ class SaveOptions(CommonOptions):
                 features.append(doors.need("features", name)(value))
         return tuple(features)
 
-    @property
+    @cached_property
     def encoding(self) -> EncodingPolicy | None:
         """Chooses how arrays are stored from what is saved, if `compression` requests that.
 
@@ -219,11 +220,6 @@ class SaveOptions(CommonOptions):
             return None
         policy: EncodingPolicy = doors.need("encodings", self.compression)()
         return policy
-
-    @property
-    def skips(self) -> bool:
-        """Whether the program states what did not change."""
-        return self.changed is not None
 
     @property
     def references(self) -> ReferencePolicy:

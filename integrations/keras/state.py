@@ -6,8 +6,6 @@ so that a checkpoint loads into a model whose layers are frozen.
 
 from __future__ import annotations
 
-import random
-import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +17,7 @@ from keras.src.random import seed_generator
 
 from unickpt.errors import UnsupportedLeaf
 from unickpt.extend import dtype_from_name, put_nested
+from unickpt.integrations import rng
 
 SUPPORTED = ("jax", "torch")
 _SEED = "seed_generator_state"
@@ -177,39 +176,14 @@ def _assign(variable: Any, value: Any) -> None:
 def random_state() -> dict[str, Any]:
     """The states of Python's, NumPy's, torch's (if imported) and Keras's own global generators:
     with these, `fit` shuffles."""
-    version, words, gauss = random.getstate()
-    state: dict[str, Any] = {
-        "python": {"version": version, "words": np.array(words, np.uint32), "gauss": gauss},
-        "numpy": np.random.get_state(legacy=False),
-        "torch": None,
-        "keras": None,
-    }
-    if "torch" in sys.modules:
-        import torch
-
-        state["torch"] = [torch.get_rng_state().numpy()]
-        if torch.cuda.is_available():
-            state["torch"] += [x.cpu().numpy() for x in torch.cuda.get_rng_state_all()]
     seeds = _global_seeds()
-    if seeds is not None:
-        state["keras"] = np.array(_stored(seeds.state))
-    return state
+    keras_state = None if seeds is None else np.array(_stored(seeds.state))
+    return {**rng.states().value, "keras": keras_state}
 
 
 def set_random_state(state: Mapping[str, Any]) -> None:
     """Restores the result of `random_state`, as far as this process has such generators."""
-    python = state["python"]
-    words = tuple(int(word) for word in python["words"])
-    random.setstate((python["version"], words, python["gauss"]))
-    np.random.set_state(dict(state["numpy"]))
-    if state["torch"] is not None and "torch" in sys.modules:
-        import torch
-
-        first, *devices = [torch.from_numpy(np.array(x)) for x in state["torch"]]
-        torch.set_rng_state(first)
-        if len(devices) == torch.cuda.device_count():
-            for number, generator_state in enumerate(devices):
-                torch.cuda.set_rng_state(generator_state, number)
+    rng.restore(state)
     if state["keras"] is not None:
         _assign(seed_generator.global_seed_generator().state, np.array(state["keras"]))
 

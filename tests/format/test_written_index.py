@@ -13,10 +13,10 @@ from support.counts import lines_run
 
 import unickpt
 from unickpt import CheckpointNotFound, PerProcess, SaveOptions, UnsupportedLeaf
+from unickpt.commit.coordinator import CheckedStructures, check_readable
 from unickpt.extend import Sections
 from unickpt.format import index_json, ocdbt_reader
 from unickpt.format.index import Index
-from unickpt.format.written_index import CheckedStructures, check_readable
 from unickpt.saving import describe
 from unickpt.storage import paths
 from unickpt.types import LocalFragments

@@ -54,7 +54,7 @@ except unickpt.UnickptError as error:
 
 STEPS = [
     ("saving.task:describe", "before"),  # planning
-    ("saving.kept_chunks:stage", "after"),  # staging
+    ("saving.snapshot:stage", "after"),  # staging
     ("storage.data_files.DataFile:add", "after"),  # writing
     ("commit.attempt.Attempt:publish", "before"),  # before the record
     ("commit.attempt.Attempt:publish", "during"),

@@ -30,7 +30,7 @@ from unickpt.adapters import jax as jax_adapter
 from unickpt.adapters import torch as torch_adapter
 from unickpt.errors import SaveTimeout, StateChanged
 from unickpt.frameworks import memory_budget
-from unickpt.saving import kept_chunks, saver, snapshot
+from unickpt.saving import saver, snapshot
 from unickpt.saving.background import PendingSave, SaveCallbacks, SaveQueue, SaveRequest
 from unickpt.saving.snapshot_policy import SnapshotMethod, SnapshotPolicy
 from unickpt.saving.staging_memory import HostMemoryPool
@@ -81,7 +81,7 @@ def copying(gate: Gate, monkeypatch: pytest.MonkeyPatch) -> Gate:
             return gate.before(real)(*arguments, **named)
         return real(*arguments, **named)
 
-    monkeypatch.setattr(kept_chunks, "stage", stopped)
+    monkeypatch.setattr(snapshot, "stage", stopped)
     return gate
 
 
@@ -485,7 +485,7 @@ def test_an_optimizers_step_waits_at_the_fence(
             lazily.append(box.shape)
         return real(fragment, box, *rest, **named)
 
-    monkeypatch.setattr(kept_chunks, "stage", slow)
+    monkeypatch.setattr(snapshot, "stage", slow)
     with unickpt.Checkpointer(
         tmp_path / "run", optimizers=[optimizer], options=LAZY
     ) as checkpointer:
@@ -584,7 +584,7 @@ def test_an_error_while_staging_reaches_the_caller(
         raise MemoryError("no more memory")
 
     with monkeypatch.context() as patch:
-        patch.setattr(kept_chunks, "stage", fail)
+        patch.setattr(snapshot, "stage", fail)
         with pytest.raises(
             unickpt.errors.OutOfMemory, match="/c: out of memory: no more"
         ) as caught:
@@ -678,7 +678,7 @@ def test_who_waits_at_the_fence_is_not_kept_by_a_thread_that_has_stepped_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first chunk is copied only when all others were: threads of the caller help."""
-    real, first = kept_chunks.stage, threading.Lock()
+    real, first = snapshot.stage, threading.Lock()
     others, priorities = threading.Semaphore(0), list[int]()
 
     def stage(*arguments: Any, **named: Any) -> Any:
@@ -691,7 +691,7 @@ def test_who_waits_at_the_fence_is_not_kept_by_a_thread_that_has_stepped_back(
             others.release()
         return real(*arguments, **named)
 
-    monkeypatch.setattr(kept_chunks, "stage", stage)
+    monkeypatch.setattr(snapshot, "stage", stage)
     tensor = torch.arange(4.0 * MIB).reshape(16, MIB // 4)
     options = SaveOptions(staging="lazy", fsync=False, chunk_bytes=MIB)
     pending = unickpt.save_async(tmp_path / "c", {"w": tensor}, options=options)
@@ -903,7 +903,7 @@ def test_memory_of_a_save_that_fails_while_it_is_staged_is_given_back(
     """As on a device: a clone is copied in the background, and meanwhile a change is found."""
     changing, behind = torch.zeros(1 << 19), torch.ones(1 << 19)
     began, may_end = threading.Event(), threading.Event()
-    decide, stage, areas = SnapshotPolicy._decide, kept_chunks.stage, set[Any]()
+    decide, stage, areas = SnapshotPolicy._decide, snapshot.stage, set[Any]()
 
     def decided(self: Any, fragment: Any, dtype: Any) -> Any:
         method, kept = decide(self, fragment, dtype)
@@ -922,7 +922,7 @@ def test_memory_of_a_save_that_fails_while_it_is_staged_is_given_back(
 
     init = snapshot.Snapshot.__init__
     monkeypatch.setattr(SnapshotPolicy, "_decide", decided)
-    monkeypatch.setattr(kept_chunks, "stage", staged)
+    monkeypatch.setattr(snapshot, "stage", staged)
     monkeypatch.setattr(snapshot.Snapshot, "__init__", keeping_area)
     pending = save_lazily(tmp_path / "c", {"a": changing, "b": behind})
     assert began.wait(30)

@@ -25,7 +25,7 @@ from unickpt import PerProcess, SaveOptions
 from unickpt.arrays import guarded_copy
 from unickpt.errors import StateChanged
 from unickpt.frameworks import memory_budget
-from unickpt.saving import kept_chunks, snapshot_policy, write_plan
+from unickpt.saving import snapshot, snapshot_policy, write_plan
 from unickpt.types import LocalFragments
 
 MODES = ["auto", "copy", "reference", "lazy", "device"]
@@ -49,7 +49,7 @@ def behind(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
             assert opened.wait(30)
         return real(*arguments, **named)
 
-    for module in (kept_chunks, write_plan):
+    for module in (snapshot, write_plan):
         monkeypatch.setattr(module, "stage", stopped)
     monkeypatch.setattr(snapshot_policy, "_THREADS", 1)  # so that the call copies on its own thread
     yield opened

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 import unickpt
-from unickpt.saving import kept_chunks
+from unickpt.saving import snapshot
 
 LITTLE_MEMORY = """
 import resource, unickpt
@@ -40,13 +40,13 @@ def change_before_it_is_staged() -> None:
     """A loop changes a tensor while a lazy save waits to copy it."""
     import torch
 
-    weight, stage, changed = torch.zeros(500_000), kept_chunks.stage, threading.Event()
+    weight, stage, changed = torch.zeros(500_000), snapshot.stage, threading.Event()
 
     def stage_late(*arguments: Any, **named: Any) -> Any:
         changed.wait(30)
         return stage(*arguments, **named)
 
-    kept_chunks.stage = stage_late  # type: ignore[assignment]
+    snapshot.stage = stage_late  # type: ignore[assignment]
     try:
         options, optimizers = unickpt.SaveOptions(staging="lazy"), [torch.optim.SGD([weight])]
         run = unickpt.Checkpointer("ckpt/lazy", options=options, optimizers=optimizers)
@@ -55,7 +55,7 @@ def change_before_it_is_staged() -> None:
         changed.set()
         pending.result()
     finally:
-        kept_chunks.stage = stage
+        snapshot.stage = stage
 
 
 def read_with_little_memory() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -26,13 +27,14 @@ from unickpt.commit.messages import (
     WriteMore,
     statistics_of,
 )
-from unickpt.errors import StorageError
-from unickpt.format import codec, index_json, written_index
-from unickpt.format.index import BORROWED_KEY, DIGESTS_KEY, INDEX_KEY, Index
+from unickpt.errors import CheckpointCorrupt, StorageError, UnsupportedLeaf
+from unickpt.format import codec, index_json
+from unickpt.format.index import BORROWED_KEY, DIGESTS_KEY, INDEX_KEY, Index, tree_of
 from unickpt.frameworks.job_bytes import JobBytes
 from unickpt.frameworks.process_group import saved_apart
 from unickpt.storage.database import digest_of
 from unickpt.storage.locations import Location
+from unickpt.trees import tree_json
 
 
 @dataclass(frozen=True)
@@ -174,7 +176,7 @@ class Coordinator:
         """Writes the root's B-tree, which refers to the processes' data; returns its manifest."""
         attempt, index, chunks = self.attempt, merged.index, merged.chunks
         encoded = index_json.encode(index)
-        written_index.check_readable(encoded, str(self._location))
+        check_readable(encoded, str(self._location))
         extra = {**codec.zarr_keys(index), DIGESTS_KEY: chunks.table.tobytes(), INDEX_KEY: encoded}
         extra |= took
         if index.bases:
@@ -293,3 +295,64 @@ def _files_gone(location: Location) -> StorageError:
         f"{location}: the files written for this checkpoint are gone; the folder was removed "
         f"during the save{saved_apart()}"
     )
+
+
+# --- an index that a reader refuses is not committed ----------------------------------------------
+
+_MOST_CHECKED = 64
+_lock = threading.Lock()
+
+
+class CheckedStructures(dict[bytes, None]):
+    """The digests of the structures that were last read back.
+
+    A structure is the common part of saves of one tree. For 5,000 arrays, reading it back takes as
+    long as encoding it, and the tree five times as long.
+    """
+
+    def add(self, digest: bytes) -> None:
+        """Adds a structure; drops the least recently used one."""
+        with _lock:
+            self.pop(digest, None)
+            self[digest] = None
+            if len(self) > _MOST_CHECKED:
+                del self[next(iter(self))]
+
+
+_checked = CheckedStructures()
+
+
+def check_readable(data: bytes, where: str, checked: CheckedStructures = _checked) -> None:
+    """Checks that the reader's own code takes an index.
+
+    Arguments:
+        data: the index, encoded.
+        where: the checkpoint's path, for messages.
+        checked: structures that need not be read again; values and metadata are read in any case.
+
+    Raises:
+        UnsupportedLeaf: names the leaf that the reader refuses.
+    """
+    try:
+        parts = index_json.IndexParts.split(data)
+        structure = _digest(parts.tree, parts.arrays)
+        if structure in checked:
+            parts.check_others()
+            checked.add(structure)
+            return
+        index = index_json.decode(data, where)
+        # Arrays with patches are described differently in each save, and have the same names.
+        tree = _digest(parts.tree, tree_json.ENCODER.encode(list(index.names)))
+        if tree not in checked:
+            tree_of(index)
+    except (CheckpointCorrupt, ValueError) as error:
+        reason = str(error).removeprefix(f"{where}: ")
+        raise UnsupportedLeaf(
+            f"{where}: this checkpoint could not be read again, so it is not committed: {reason}"
+        ) from error
+    checked.add(tree)
+    checked.add(structure)
+
+
+def _digest(*parts: bytes) -> bytes:
+    return b"".join(map(xxhash.xxh3_128_digest, parts))

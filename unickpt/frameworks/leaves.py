@@ -16,7 +16,7 @@ import numpy as np
 from unickpt.arrays import dtypes
 from unickpt.arrays.box import Box, flat_range_to_boxes, overlap
 from unickpt.arrays.dtypes import Array
-from unickpt.frameworks.process_group import Group, current_group, within
+from unickpt.frameworks.process_group import Group, current_group, saving_group, within
 from unickpt.frameworks.protocol import (
     Adapter,
     ArraySource,
@@ -48,7 +48,9 @@ def _module(framework: str) -> Adapter:
     return cast(Adapter, importlib.import_module(f"unickpt.adapters.{framework}"))
 
 
-def job_group(group: Group | None = None, timeout_s: float | None = None) -> Group:
+def job_group(
+    group: Group | None = None, timeout_s: float | None = None, *, saves: bool = False
+) -> Group:
     """The processes that save or load together: those given, else all of the job, as its frameworks
     report it.
 
@@ -56,11 +58,12 @@ def job_group(group: Group | None = None, timeout_s: float | None = None) -> Gro
         group: such as `LoadOptions.group`.
         timeout_s: how long they wait for each other, such as `LoadOptions.timeout_s`; None for
             their own limit.
+        saves: as `saving_group`, warn if the processes of a job would save separately.
 
     Raises:
         ValueError: two frameworks each report a job.
     """
-    group = group or current_group(adapters())
+    group = group or (saving_group if saves else current_group)(adapters())
     return group if timeout_s is None else within(group, timeout_s)
 
 

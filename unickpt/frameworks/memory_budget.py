@@ -26,7 +26,7 @@ from unickpt.frameworks.leaves import adapters
 from unickpt.frameworks.process_group import (
     Group,
     group_named,
-    jobs_of,
+    groups_of,
     launched_on_node,
     processes_on_node,
 )
@@ -394,5 +394,5 @@ def processes_here(group: Group | None) -> int:
     Arguments:
         group: the job, if the options name one.
     """
-    groups = jobs_of(adapters()) if group is None else [group]
+    groups = groups_of(None, adapters()) if group is None else [group]
     return max(map(processes_on_node, groups), default=launched_on_node(1) or 1)

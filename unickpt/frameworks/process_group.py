@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
 Bytes = NDArray[np.uint8]
 _PATIENCE_S = 1.0
-_MOST_JOBS = 4  # trees
 _LAUNCHERS = (
     ("LOCAL_WORLD_SIZE", "WORLD_SIZE"),
     ("OMPI_COMM_WORLD_LOCAL_SIZE", "OMPI_COMM_WORLD_SIZE"),
@@ -315,9 +314,10 @@ def launched_on_node(count: int | None = None) -> int | None:
         None if that is not known, or if it is said of another job.
     """
     for node_variable, world_variable in _LAUNCHERS:
-        local, world = _number(node_variable), _number(world_variable)
-        if local and (count is None or (local <= world and count in (1, world))):
-            return local
+        if local := _number(node_variable):
+            world = _number(world_variable)
+            if count is None or (local <= world and count in (1, world)):
+                return local
     return None
 
 
@@ -446,29 +446,6 @@ class JobSession:
         return f"{self.name}-{next(self._attempts):06d}"
 
 
-class LearnedBytes:
-    """The bytes of a job's groups of replicas, as one save learns them for the next ones.
-
-    Arguments:
-        session: of the processes; None if nothing is kept for them.
-    """
-
-    job: JobBytes | None = None
-    """Known after the commit; None if the next saves do not need it."""
-
-    def __init__(self, session: JobSession | None) -> None:
-        self._session = session
-        self.jobs: tuple[JobBytes, ...] = () if session is None else session.jobs
-        """Those of earlier saves, when this one was requested."""
-
-    def remember(self) -> None:
-        """Lets the next saves balance by this one. All processes call this at the same point of the
-        program, not when they learn of the commit: else only some would plan the next save so."""
-        if self._session is not None and self.job is not None:
-            older = (job for job in self._session.jobs if job.digest != self.job.digest)
-            self._session.jobs = (self.job, *older)[:_MOST_JOBS]
-
-
 # --- the job of this process ---------------------------------------------------------------------
 
 
@@ -476,9 +453,7 @@ class Framework(Protocol):
     """The part of an adapter that reports the job of this process."""
 
     @property
-    def group(self) -> Callable[[], Group | None] | None: ...
-
-    def group_of(self, obj: Any) -> Group | None: ...
+    def group_of(self) -> Callable[[Any], Group | None] | None: ...
 
 
 def group_named(option: object, adapters: Sequence[Framework]) -> Group:
@@ -491,10 +466,8 @@ def group_named(option: object, adapters: Sequence[Framework]) -> Group:
     if hasattr(option, "next_attempt"):
         group: Group = option  # type: ignore[assignment]
         return group
-    for adapter in adapters:
-        named_group = adapter.group_of(option)
-        if named_group is not None:
-            return named_group
+    if groups := groups_of(option, adapters):
+        return groups[0]
     raise TypeError(
         f"group is of type {type(option).__name__}; omit it under torch.distributed and "
         "jax.distributed, where all processes save together. For some of them pass a process group "
@@ -509,7 +482,7 @@ def current_group(adapters: Sequence[Framework]) -> Group:
     Raises:
         ValueError: two frameworks each report a job.
     """
-    return _one_of(jobs_of(adapters))
+    return _one_of(groups_of(None, adapters))
 
 
 def _one_of(groups: Sequence[Group]) -> Group:
@@ -525,7 +498,7 @@ def _one_of(groups: Sequence[Group]) -> Group:
 def saving_group(adapters: Sequence[Framework]) -> Group:
     """As `current_group`, for a save: warns if the processes of a job would save separately."""
     global _apart
-    groups = jobs_of(adapters)
+    groups = groups_of(None, adapters)
     _apart = "" if groups else _launched_apart()
     if _apart:
         _warn_once(_apart)
@@ -574,7 +547,8 @@ def _apart_text(index: str, count: str) -> str:
     )
 
 
-def jobs_of(adapters: Sequence[Framework]) -> list[Group]:
-    """The jobs of this process, one for each framework that has begun one."""
-    group_getters = [adapter.group for adapter in adapters if adapter.group is not None]
-    return [group for get_group in group_getters if (group := get_group()) is not None]
+def groups_of(obj: object, adapters: Sequence[Framework]) -> list[Group]:
+    """The groups that an object names, one for each framework that knows it; for None the jobs of
+    this process."""
+    finders = [adapter.group_of for adapter in adapters if adapter.group_of is not None]
+    return [group for find in finders if (group := find(obj)) is not None]

@@ -318,13 +318,10 @@ class Adapter(Protocol):
         """
 
     @property
-    def group(self) -> Callable[[], Group | None] | None:
-        """Returns this framework's job, if it is initialised with more than one process; None if
-        the framework has none."""
-
-    def group_of(self, obj: Any) -> Group | None:
-        """The processes that an object of this framework names, such as a process group; None for
-        other objects.
+    def group_of(self) -> Callable[[Any], Group | None] | None:
+        """Returns the processes that an object of this framework names, such as a process group;
+        of None, its job, if that has more than one process. Returns None for other objects. None
+        itself if the framework has no processes.
 
         Raises:
             ValueError: this process is not one of them, or they cannot communicate.

@@ -235,7 +235,7 @@ class Checkpointer:
         self._queue.check_process()  # before the lock, which a thread of the parent may hold
         with self._queue.beginning, self._queue.following():
             self._check_open()
-            step, group = step_number(step), self._group()
+            step, group = step_number(step), self._group(saves=True)
             if self._events is not None:
                 self._events.reached(step, group)
             if self._removal.is_due:
@@ -262,6 +262,7 @@ class Checkpointer:
                 owners=owners if self._fences else None,
                 callbacks=save.callbacks(),
                 find_base=partial(find_base, self._steps, self._reuses),
+                group=group,
                 waits=wait,
             )
             try:

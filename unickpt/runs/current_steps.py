@@ -426,9 +426,11 @@ class Steps:
                 self.recorded = None
 
     def committed_now(self, step: int, metrics: Metrics) -> None:
-        """Records that a step was saved, with its metrics."""
+        """Records that a step was saved, with its metrics; only process 0 has some."""
         self.recent = self._saved = step
-        self.known_metrics[step] = metrics
+        self.known_metrics.pop(step, None)
+        if metrics:
+            self.known_metrics[step] = metrics
         self.failed.pop(step, None)
         if self.first in self.newest:
             self.newest[self.first] = max(step, self.newest[self.first])

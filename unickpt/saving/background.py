@@ -18,7 +18,8 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from unickpt.errors import ForkedProcess, ProcessFailed, SaveTimeout, out_of_memory
-from unickpt.frameworks.process_group import LearnedBytes
+from unickpt.frameworks.job_bytes import LearnedBytes
+from unickpt.frameworks.process_group import Group
 from unickpt.options import SaveOptions
 from unickpt.save_report import SaveReport
 from unickpt.saving.plan_cache import DescribedTree, PlanCache
@@ -394,7 +395,7 @@ class SaveRequest:
         path, tree, options, overwrite: as for `save_async`; or the location of a path.
         metadata: returns the metadata; an error fails the save.
         owners: the memory of the optimizers whose steps wait for staging.
-        callbacks, find_base: of this save; see `SaveTask`.
+        callbacks, find_base, group: of this save; see `SaveTask`.
         waits: whether the caller waits for the commit, and so is blocked until then.
         is_delayed: whether `callbacks.prepare` waits until another party has made the destination,
             which also limits the number of saves in flight.
@@ -408,6 +409,7 @@ class SaveRequest:
     owners: set[Hashable] | None = None
     callbacks: SaveCallbacks = field(default_factory=SaveCallbacks)
     find_base: Callable[[], paths.PathLike | None] = lambda: None
+    group: Group | None = None
     waits: bool = False
     is_delayed: bool = False
 
@@ -446,7 +448,8 @@ class SaveQueue:
             self._pending[-_MOST].wait_ended()
         while len(self._learned) >= _MOST:  # those that have ended on all processes
             self._learned.pop(0).remember()
-        task = SaveTask(request.path, request.overwrite, request.options, request.find_base)
+        where = request.path, request.overwrite, request.options
+        task = SaveTask(*where, request.find_base, request.group)
         try:
             with task.failing(refused=True):  # so that the other processes are notified
                 self.errors.raise_unless_refused()
@@ -476,7 +479,7 @@ class SaveQueue:
         with task.failing():
             request.callbacks.begin()
             described_tree = self._plans.describe(task, request.tree, request.metadata())
-            if task.options.skips:
+            if task.options.changed is not None:
                 from unickpt.saving import skipping  # only where it is requested
 
                 before = self._known_of_base(task.options.base, request.find_base())

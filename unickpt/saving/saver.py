@@ -139,7 +139,7 @@ def _save(job: SaveTask, root: Any, metadata: Mapping[str, Any] | None) -> SaveR
     """Saves; its memory is freed when it returns, before Python resumes its search for cycles."""
     with job.failing():
         described_tree = _plans(os.getpid()).describe(job, root, metadata)
-    with _skipping(job, described_tree) if job.options.skips else nullcontext():
+    with _skipping(job, described_tree) if job.options.changed is not None else nullcontext():
         with job.failing():
             described_tree.refer()
             plan = described_tree.plan()

@@ -17,16 +17,14 @@ from unickpt.commit.coordinator import Committed, Coordinator
 from unickpt.commit.messages import Record, Totals, WriteMore
 from unickpt.errors import SaveConflict, SaveTimeout
 from unickpt.format.index import Index
-from unickpt.frameworks.leaves import adapters
+from unickpt.frameworks.job_bytes import LearnedBytes
+from unickpt.frameworks.leaves import adapters, job_group
 from unickpt.frameworks.memory_budget import share
 from unickpt.frameworks.process_group import (
     Group,
-    LearnedBytes,
     members_of,
     processes_on_node,
-    saving_group,
     session_of,
-    within,
 )
 from unickpt.frameworks.protocol import ArraySource
 from unickpt.options import SaveOptions
@@ -165,6 +163,7 @@ class SaveTask:
     Arguments:
         path, overwrite, options: as for `save`; or the location of a path.
         find_base: returns the base when chunks are about to be written, if `options` name none.
+        group: the processes, if the caller has asked for them.
 
     Raises:
         InvalidPath, SaveTimeout: see `save`.
@@ -178,6 +177,7 @@ class SaveTask:
         overwrite: bool,
         options: SaveOptions,
         find_base: Callable[[], paths.PathLike | None] = lambda: None,
+        group: Group | None = None,
     ) -> None:
         self.timings = Timings()
         self.state, self.events = SaveState.REQUESTED, Events[SaveEvent]()
@@ -185,7 +185,7 @@ class SaveTask:
         self.location = paths.resolve(path)
         self.among = adapters()
         """The frameworks of the program."""
-        self.group = within(options.group or saving_group(self.among), options.timeout_s)
+        self.group = group or job_group(options.group, options.timeout_s, saves=True)
         try:
             self.attempt = self.group.next_attempt()
         except SaveTimeout as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import stat
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -111,11 +112,11 @@ class LocalLocation(Location):
         return self.path.rstrip("/")
 
 
-def spec_of(path: str) -> dict[str, Any]:
+def spec_of(path: str, *, or_file: bool = True) -> dict[str, Any]:
     """The JSON of TensorStore's key-value store for a local path, of a folder or of a file.
 
     Raises:
-        InvalidPath: it cannot be that of a folder.
+        InvalidPath: it cannot be that of a folder, or of a file if it may be one.
     """
     absolute = "/" + os.path.abspath(os.path.expanduser(path)).strip("/")
     if "\\" in absolute or f"{LOCK_SUFFIX}/" in f"{absolute}/":
@@ -128,7 +129,7 @@ def spec_of(path: str) -> dict[str, Any]:
     except UnicodeEncodeError:
         raise InvalidPath(f"{path!r} is not valid Unicode") from None
     existing = absolute
-    while not _is_directory(existing, path, or_file=existing == absolute):
+    while not _is_directory(existing, path, or_file=or_file and existing == absolute):
         existing = os.path.dirname(existing)
     return {"driver": "file", "path": absolute.rstrip("/") + "/"}
 
@@ -169,9 +170,9 @@ def resolve(path: PathLike | Location, *, whole: bool = False, or_file: bool = F
     name, separator, _ = text.partition("://")
     if not separator:
         _check_slashes(text)
-        spec = spec_of(text)
-        local = LocalLocation(Path(spec["path"]).as_uri().rstrip("/") + "/", spec)
-        return _checked(local, text, or_file)
+        spec = spec_of(text, or_file=or_file)
+        _check_spec(spec, text)
+        return LocalLocation(Path(spec["path"]).as_uri().rstrip("/") + "/", spec)
     scheme = schemes.find(name)
     if scheme is None:
         raise InvalidPath(
@@ -184,7 +185,10 @@ def resolve(path: PathLike | Location, *, whole: bool = False, or_file: bool = F
     if parts.query or parts.fragment:
         raise InvalidPath(f"{text!r}: a checkpoint's URL has no '?' or '#'")
     url = text if text.endswith("://") else text.rstrip("/") + "/"
-    location = _checked(scheme.location(url, scheme.spec(text)), text, or_file)
+    location = scheme.location(url, scheme.spec(text))
+    _check_spec(location.spec, text)
+    if location.is_local and not or_file:
+        _is_directory(location.path.rstrip("/") or "/", text)
     if not location.spec["path"] and not whole:
         raise InvalidPath(f"{text!r}: add the checkpoint's path, such as {url}run/1")
     return location
@@ -220,15 +224,12 @@ def _check_slashes(text: str) -> None:
         raise InvalidPath(f"{text!r}: a URL has two slashes after its scheme: {meant}")
 
 
-def _checked(location: Location, text: str, or_file: bool) -> Location:
-    """A location that TensorStore accepts, and that is no file, unless it may be one."""
+def _check_spec(spec: Mapping[str, Any], text: str) -> None:
+    """Checks that TensorStore accepts a location."""
     try:
-        ts.KvStore.Spec(dict(location.spec))
+        ts.KvStore.Spec(dict(spec))
     except ValueError as error:
         raise InvalidPath(f"{text!r}: {error}") from None
-    if isinstance(location, LocalLocation) and not or_file:
-        _is_directory(location.path.rstrip("/") or "/", text)
-    return location
 
 
 def _meant(name: str) -> str:
