@@ -17,8 +17,9 @@ from support.processes import Processes
 import unickpt
 from unickpt.commit import chunk_owners
 from unickpt.commit.chunk_owners import Shared, Workload
-from unickpt.frameworks.job_bytes import JobBytes, LearnedBytes, writers_of
+from unickpt.frameworks.job_bytes import JobBytes, writers_of
 from unickpt.frameworks.process_group import JobSession
+from unickpt.saving.write_plan import LearnedBytes
 
 Group = tuple[int, ...]
 MIB = 1 << 20

@@ -69,10 +69,10 @@ dist.destroy_process_group()
 @pytest.mark.parametrize(
     ("what", "most", "calls"),
     [
-        ("save", 37, 616),
+        ("save", 35, 610),
         ("load", 23, 390),
-        ("rules", 40, 1070),
-        ("Checkpointer.save", 48, 828),
+        ("rules", 40, 1068),
+        ("Checkpointer.save", 45, 809),
     ],
 )
 def test_the_way_is_short(what: str, most: int, calls: int, processes: Processes) -> None:

@@ -9,22 +9,18 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import msgspec
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-if TYPE_CHECKING:
-    from unickpt.frameworks.process_group import JobSession
-
 Replicas = tuple[Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)], ...]
 """Processes that hold the same data, ascending; none for data that is assumed to be on all."""
 GroupBytes = tuple[Replicas, Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]]
 """A group of replicas, and the bytes of the arrays that exactly these processes hold."""
 
-_MOST_JOBS = 4  # trees
 _UNEVEN = 0.01  # of the mean bytes of a process
 
 
@@ -162,26 +158,3 @@ def _fill(loads: NDArray[np.int64], nbytes: int) -> NDArray[np.int64]:
     lowest = 1 + int(np.count_nonzero(needed < nbytes))
     level = (nbytes + int(sums[lowest - 1])) // lowest
     return np.maximum(level - loads, 0)
-
-
-class LearnedBytes:
-    """The bytes of a job's groups of replicas, as one save learns them for the next ones.
-
-    Arguments:
-        session: of the processes; None if nothing is kept for them.
-    """
-
-    job: JobBytes | None = None
-    """Known after the commit; None if the next saves do not need it."""
-
-    def __init__(self, session: JobSession | None) -> None:
-        self._session = session
-        self.jobs: tuple[JobBytes, ...] = () if session is None else session.jobs
-        """Those of earlier saves, when this one was requested."""
-
-    def remember(self) -> None:
-        """Lets the next saves balance by this one. All processes call this at the same point of the
-        program, not when they learn of the commit: else only some would plan the next save so."""
-        if self._session is not None and self.job is not None:
-            older = (job for job in self._session.jobs if job.digest != self.job.digest)
-            self._session.jobs = (self.job, *older)[:_MOST_JOBS]

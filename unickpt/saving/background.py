@@ -18,7 +18,6 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from unickpt.errors import ForkedProcess, ProcessFailed, SaveTimeout, out_of_memory
-from unickpt.frameworks.job_bytes import LearnedBytes
 from unickpt.frameworks.process_group import Group
 from unickpt.options import SaveOptions
 from unickpt.save_report import SaveReport
@@ -26,6 +25,7 @@ from unickpt.saving.plan_cache import DescribedTree, PlanCache
 from unickpt.saving.snapshot import Snapshot
 from unickpt.saving.staging_memory import Abandoned, HostMemoryPool
 from unickpt.saving.task import SaveEvent, SaveTask, call_metrics, send_failure
+from unickpt.saving.write_plan import LearnedBytes
 from unickpt.storage import paths
 from unickpt.storage.locations import Location
 from unickpt.threads import collection_paused, step_back

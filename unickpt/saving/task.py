@@ -17,7 +17,6 @@ from unickpt.commit.coordinator import Committed, Coordinator
 from unickpt.commit.messages import Record, Totals, WriteMore
 from unickpt.errors import SaveConflict, SaveTimeout
 from unickpt.format.index import Index
-from unickpt.frameworks.job_bytes import LearnedBytes
 from unickpt.frameworks.leaves import adapters, job_group
 from unickpt.frameworks.memory_budget import share
 from unickpt.frameworks.process_group import (
@@ -35,6 +34,7 @@ from unickpt.saving.save_features import SaveFeatures
 from unickpt.saving.write_plan import (
     BorrowingSource,
     ChunkSource,
+    LearnedBytes,
     Sharing,
     Staged,
     WritePlan,

@@ -19,7 +19,11 @@ from unickpt.saving.describe import Description
 if TYPE_CHECKING:
     from unickpt.commit.chunk_owners import Shared
     from unickpt.frameworks.job_bytes import JobBytes, Replicas
+    from unickpt.frameworks.process_group import JobSession
     from unickpt.references.policy import ReferenceSource
+
+
+_MOST_JOBS = 4  # trees
 
 
 @dataclass(frozen=True)
@@ -58,6 +62,29 @@ class Sharing:
     def job_of(self, group_bytes: Mapping[Replicas, int]) -> JobBytes | None:
         """The bytes of the tree in which this process holds these groups, if known."""
         return next((job for job in self.jobs if job.describes(group_bytes)), None)
+
+
+class LearnedBytes:
+    """The bytes of a job's groups of replicas, as one save learns them for the next ones.
+
+    Arguments:
+        session: of the processes; None if nothing is kept for them.
+    """
+
+    job: JobBytes | None = None
+    """Known after the commit; None if the next saves do not need it."""
+
+    def __init__(self, session: JobSession | None) -> None:
+        self._session = session
+        self.jobs: tuple[JobBytes, ...] = () if session is None else session.jobs
+        """Those of earlier saves, when this one was requested."""
+
+    def remember(self) -> None:
+        """Lets the next saves balance by this one. All processes call this at the same point of the
+        program, not when they learn of the commit: else only some would plan the next save so."""
+        if self._session is not None and self.job is not None:
+            older = (job for job in self._session.jobs if job.digest != self.job.digest)
+            self._session.jobs = (self.job, *older)[:_MOST_JOBS]
 
 
 def plan_writes(description: Description, sharing: Sharing) -> WritePlan:
