@@ -154,7 +154,7 @@ from unickpt.references.policy import (
     WritingSave,
 )
 from unickpt.references.unread import UnreadPolicy
-from unickpt.save_report import hears_events, send_event
+from unickpt.run_event import hears_events, send_event
 from unickpt.saving.background import SaveCallbacks, SaveQueue, SaveRequest
 from unickpt.saving.saver import begin as save_in_background
 from unickpt.saving.task import SaveTask

@@ -10,7 +10,8 @@ from unickpt.frameworks.leaves import LocalFragments, PerProcessValues
 from unickpt.frameworks.process_group import Group
 from unickpt.loading.report import LoadReport
 from unickpt.reading.stored_array import StoredArray
-from unickpt.save_report import RunEvent, SaveReport
+from unickpt.run_event import RunEvent
+from unickpt.save_report import SaveReport
 from unickpt.saving.background import PendingSave
 
 if _CHECKING:

@@ -16,6 +16,7 @@ from unickpt.loading.loader import LoadArguments
 from unickpt.loading.report import LoadReport
 from unickpt.options import SaveOptions, take_write_policy
 from unickpt.reading.options import LoadOptions
+from unickpt.run_event import hears_events
 from unickpt.runs.arguments import (
     PolicyFields,
     StepArguments,
@@ -36,7 +37,6 @@ from unickpt.runs.step_folder import StepFolder
 from unickpt.runs.step_loader import StepLoader
 from unickpt.runs.step_save import StepSave, check_changed, find_base, knowing
 from unickpt.runs.tier_copies import IN_ROOT, Copying
-from unickpt.save_report import hears_events
 from unickpt.saving.background import PendingSave, SaveQueue, SaveRequest
 from unickpt.storage import paths
 

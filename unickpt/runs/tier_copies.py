@@ -27,11 +27,11 @@ from unickpt.format.ocdbt_reader import OcdbtReader
 from unickpt.format.refusals import refuse_unknown
 from unickpt.frameworks.leaves import job_group
 from unickpt.options import SaveOptions
+from unickpt.run_event import RunEvent, error_text, send_event
 from unickpt.runs import attempt_folders, lineage_notes, orphans
 from unickpt.runs.cleaning import Cleaning
 from unickpt.runs.current_steps import Newer, Steps, TierVersions
 from unickpt.runs.step_folder import StepFolder, step_before
-from unickpt.save_report import RunEvent, error_text, send_event
 from unickpt.saving.background import BackgroundErrors
 from unickpt.storage import errors, local_folders, locations, paths
 from unickpt.storage.database import Database

@@ -28,7 +28,8 @@ from unickpt.frameworks.process_group import (
 from unickpt.frameworks.protocol import ArraySource
 from unickpt.options import SaveOptions
 from unickpt.references.chunks import WriteItem
-from unickpt.save_report import RunEvent, SaveReport, error_text, send_event
+from unickpt.run_event import RunEvent, error_text, send_event
+from unickpt.save_report import SaveReport
 from unickpt.saving.describe import Description, describe
 from unickpt.saving.save_features import SaveFeatures
 from unickpt.saving.write_plan import (
