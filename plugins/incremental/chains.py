@@ -6,13 +6,16 @@ state a patch produces is its *generation*. The patch of a save refers to the st
 before it, so that a reader that has this state needs no other.
 
 So that chains stay short, a save whose number is divisible by 4 also merges patches: those after
-the state whose number is its own with the lowest bit that is set cleared become one. So a chain has
-at most two patches for each bit that is set in the number: of `n` states, each opens with at most
-2 log2(n) patches. A save needs values of earlier saves whole.
+the state whose number is its own with the lowest bit that is set cleared become one. Large patches,
+of more than 1/32 of the chunk on average, are not merged, as writing them again costs too much. All
+patches of a chain take at most half of the chunk: if the next one is expected to exceed that, all
+become one, of at most a quarter. So of `n` states, each opens with at most 2 log2(n) patches, or 16
+more where they are large. A save needs values of earlier saves whole.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from unickpt.extend import (
@@ -28,8 +31,10 @@ from unickpt.plugins.incremental import patches
 from unickpt.plugins.incremental.candidates import Candidate
 from unickpt.plugins.incremental.patches import PatchedState
 
-# The share of a chunk that a patch may take; all patches of a chain take at most as much as it.
-_MOST_OF_CHUNK = 0.5
+_MOST_OF_CHUNK = 1 / 2
+"""The share of a chunk that all patches of a chain may take."""
+_LARGE = 1 / 32
+"""Patches that take more of a chunk on average are not merged: writing them again costs much."""
 _LEAST_MERGED = 4
 """Saves whose number is not divisible by this merge nothing: one patch more costs less."""
 
@@ -40,6 +45,25 @@ def merge_generation(generation: int) -> int:
     return generation - (lowest_bit if lowest_bit >= _LEAST_MERGED else 1)
 
 
+def count_unmerged(chain: Sequence[tuple[int, int]], generation: int, whole: int) -> int:
+    """How many patches of a chain a save leaves as they are; it merges the others into one.
+
+    Arguments:
+        chain: generation and bytes of each patch.
+        generation: of the save.
+        whole: bytes of the chunk if it is stored whole.
+    """
+    if len(chain) < 2:
+        return len(chain)
+    sizes = [size for _, size in chain]
+    if sum(sizes) + sizes[-1] > _MOST_OF_CHUNK * whole:
+        return 0
+    target = merge_generation(generation)
+    unmerged = sum(number <= target for number, _ in chain)
+    are_large = sum(sizes[unmerged:]) > _LARGE * whole * (len(chain) - unmerged)
+    return len(chain) if are_large else unmerged
+
+
 def most_of_patch(whole: int, earlier: int) -> int:
     """How many bytes a patch may have.
 
@@ -47,7 +71,7 @@ def most_of_patch(whole: int, earlier: int) -> int:
         whole: bytes of the chunk if it is stored whole.
         earlier: bytes of the patches before it.
     """
-    return min(int(_MOST_OF_CHUNK * whole), whole - earlier)
+    return int(_MOST_OF_CHUNK * whole) - earlier
 
 
 @dataclass(frozen=True)
@@ -93,20 +117,22 @@ def read_parent(
         whole: bytes of the chunk if it is stored whole.
 
     Returns:
-        The state; None if the patches that have to be merged take more bytes.
+        The state; None if the merged patch would be too large.
 
     Raises:
         CheckpointCorrupt: that state does not match its digest, or cannot be read.
         StorageError: the storage failed.
     """
     entry, part, number = candidate.entry, candidate.part, candidate.number
-    values, target = reader.chunk_values, merge_generation(chunk.generation)
+    values = reader.chunk_values
     chain = values.values(entry, part, number)
     before = PatchedState(chunk.before)
     try:
         stored_patches = values.additions(entry, part, number, chain)
         states = list(map(patches.state_of, stored_patches))  # each: of the state before it
-        used = sum(state.generation <= target for state in states)
+        generations = [state.generation for state in states]
+        sizes = map(len, stored_patches)
+        used = count_unmerged([*zip(generations, sizes, strict=True)], chunk.generation, whole)
         # A patch records the state that it refers to.
         digests = [*(state.digest for state in states), chunk.before]
         if chunk.now in digests[: used + 1]:
@@ -126,6 +152,7 @@ def read_parent(
     if not is_whole or chunk_digest(earlier_elements) != earlier.digest:
         damage = Damaged("an earlier state does not match its digest")
         raise reader.chunks.naming(damage, entry, part, number)
-    most = most_of_patch(whole, sum(map(len, stored_patches[:used])))
+    # Else the next patches would soon have to be merged again.
+    most = most_of_patch(whole, 0) // 2
     merged = patches.encode(earlier_elements, out, earlier, chunk.generation - 1, most)
     return None if merged is None else Parent(before, 1 + used, merged)

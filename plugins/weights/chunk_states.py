@@ -7,7 +7,6 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import takewhile
 from threading import Lock
 from typing import NamedTuple
 
@@ -26,19 +25,17 @@ from unickpt.extend import (
     read_full_chunk,
 )
 from unickpt.plugins.incremental import patches
-from unickpt.plugins.incremental.chains import merge_generation
 
 
 class Undo(NamedTuple):
     """An earlier state of a chunk.
 
     Arguments:
-        digest, generation: of it, see `chains`.
+        digest: of it.
         patch: leads to it from the next state.
     """
 
     digest: int
-    generation: int
     patch: bytes
 
 
@@ -48,12 +45,12 @@ class ChunkState:
 
     Arguments:
         digest: of the elements, or of the stored bytes.
-        generation: see `chains`; 0 if it is unknown.
+        patches: how many its chain has; 0 if that is unknown.
         undo: the earlier states that the next patches may refer to, the oldest first.
     """
 
     digest: int
-    generation: int = 0
+    patches: int = 0
     undo: tuple[Undo, ...] = ()
 
     @property
@@ -109,8 +106,8 @@ class VersionReader:
         depths = {undo.digest: depth for depth, undo in enumerate(live.undo)}
         depths[live.digest] = len(live.undo)
         additions, nbytes = list[bytes](), 0
-        depth = depths.get(chunk.digest)
-        for value in self._chain(chunk)[:0:-1] if depth is None else ():
+        depth, chain = depths.get(chunk.digest), self._chain(chunk)
+        for value in chain[:0:-1] if depth is None else ():
             with self._timed():
                 patch = self.reader.chunk_values.read_value(chunk.entry, value, chunk.number)
             additions.insert(0, patch)
@@ -123,11 +120,15 @@ class VersionReader:
         try:
             for undo in live.undo[depth:][::-1]:
                 patches.apply(undo.patch, out)
-            generations = [*(undo.generation for undo in live.undo), live.generation]
-            generation, undos = _add(out, additions, generations[depth], live.undo[:depth])
+            count = live.patches - len(live.undo) + depth
+            start, undos = len(chain) - 1 - len(additions), live.undo[:depth]
+            if additions and start < count:  # patches were merged: their states are in no chain
+                undos = _without_last(undos, out, count - start)
+            count = start if additions else count
+            undos = _add(out, additions, undos)
         except NotDecodable:
             return ChunkState(0), nbytes
-        return ChunkState(chunk_digest(out), generation, undos), nbytes
+        return ChunkState(chunk_digest(out), count + len(additions), undos), nbytes
 
     def read(self, chunk: VersionChunk, out: Array) -> tuple[ChunkState, int]:
         """Reads a chunk whole.
@@ -156,12 +157,13 @@ class VersionReader:
         try:
             with self._timed():
                 read_full_chunk(entry, number, chain, out)
-            generation, undos = _add(out, additions, 0, ())
+            undos = _add(out, additions, ())
         except (Failed, NotDecodable) as error:
             raise self.reader.chunks.naming(error, entry, part, number) from error
         if chunk_digest(out) != chunk.digest:
             raise self._damaged(chunk)
-        return ChunkState(chunk.digest, generation, undos), out.nbytes + sum(map(len, additions))
+        nbytes = out.nbytes + sum(map(len, additions))
+        return ChunkState(chunk.digest, len(additions), undos), nbytes
 
     @contextmanager
     def _timed(self) -> Iterator[None]:
@@ -183,37 +185,32 @@ class VersionReader:
         )
 
 
-def _add(
-    out: Array, additions: Sequence[bytes], generation: int, undos: tuple[Undo, ...]
-) -> tuple[int, tuple[Undo, ...]]:
-    """Applies patches; the generation after that, and the earlier states."""
+def _add(out: Array, additions: Sequence[bytes], undos: tuple[Undo, ...]) -> tuple[Undo, ...]:
+    """Applies patches; the earlier states after that."""
     for patch in additions:
-        state, before = patches.state_of(patch), out.copy()
-        undos = _without(undos, before, merge_generation(state.generation))
+        before = out.copy()
         patches.apply(patch, out)
         undo = _undo(out, before)
         # The states before this one cannot be reached without it.
-        undos = () if undo is None else (*undos, Undo(state.digest, generation, undo))
-        generation = state.generation
-    return generation, undos
+        undos = () if undo is None else (*undos, Undo(patches.state_of(patch).digest, undo))
+    return undos
 
 
-def _without(undos: tuple[Undo, ...], elements: Array, generation: int) -> tuple[Undo, ...]:
-    """Earlier states without those after a generation: no chain has them any longer.
+def _without_last(undos: tuple[Undo, ...], elements: Array, count: int) -> tuple[Undo, ...]:
+    """Earlier states without the last ones.
 
     Arguments:
         undos: the earlier states.
         elements: of the state that the last of them is undone from.
-        generation: the last one to keep.
+        count: how many to leave out.
     """
-    reachable = tuple(takewhile(lambda undo: undo.generation <= generation, undos))
-    if not reachable or len(reachable) == len(undos):
-        return reachable
+    if count >= len(undos):
+        return ()
     before = elements.copy()
-    for undo in reversed(undos[len(reachable) - 1 :]):
+    for undo in reversed(undos[-1 - count :]):
         patches.apply(undo.patch, before)
     patch = _undo(elements, before)
-    return () if patch is None else (*reachable[:-1], reachable[-1]._replace(patch=patch))
+    return () if patch is None else (*undos[: -1 - count], undos[-1 - count]._replace(patch=patch))
 
 
 def _undo(after: Array, before: Array) -> bytes | None:

@@ -223,7 +223,7 @@ class Stager:
     def _keep(self, chunk: VersionChunk, state: ChunkState, elements: Array | None) -> None:
         self._undo_bytes += state.nbytes
         if self._undo_bytes > self._most_undo:
-            state = ChunkState(state.digest, state.generation)
+            state = ChunkState(state.digest, state.patches)
         self._state.chunks[chunk.key] = state
         if elements is not None:
             self._state.copies[chunk.key] = elements

@@ -160,6 +160,41 @@ def test_chains_of_powers_of_two() -> None:
         assert len(chain) <= 2 * generation.bit_count()
 
 
+@pytest.mark.integration  # takes seconds
+def test_large_patches_are_merged_only_before_they_take_half_of_a_chunk(tmp_path: Path) -> None:
+    state, counts, written = tree(), list[int](), 0
+    save(tmp_path / "0", state)
+    for n in range(1, 21):
+        state = changed(state, 0.2)
+        report = save(tmp_path / str(n), state, base=tmp_path / str(n - 1), kept_cost=0.0)
+        assert report.patched_chunks == 8
+        written += report.written_bytes
+        counts.append(max(patches_of(tmp_path / str(n))))
+        reader: Any = unickpt.open(tmp_path / str(n)).reader
+        entry = reader.index.arrays["w"]
+        (part,) = chunk_grid.parts(entry)
+        for number in range(part.count):
+            chain = reader.chunk_values.values(entry, part, number)
+            additions = reader.chunk_values.additions(entry, part, number, chain)
+            assert sum(map(len, additions)) <= CHUNK / 2
+    is_whole(tmp_path / "20", state)
+    assert counts[:4] == [1, 2, 3, 4]  # patches of a few percent would be merged by the fourth save
+    assert max(counts) < 10
+    assert written / 20 < 0.11 * state["w"].nbytes
+
+
+@pytest.mark.parametrize("percent", [1, 2, 3, 4, 8, 20])
+def test_chains_stay_short_whatever_patches_take(percent: int) -> None:
+    chain, whole = list[tuple[int, int]](), 1000
+    for generation in range(1, 300):
+        used = chains.count_unmerged(chain, generation, whole)
+        if used < len(chain):
+            merged = min(sum(size for _, size in chain[used:]), 200)
+            chain = [*chain[:used], (generation - 1, merged)]
+        chain.append((generation, 10 * percent))
+        assert len(chain) <= 2 * generation.bit_length() + 16
+
+
 # --- a link is lost -------------------------------------------------------------------------------
 
 
