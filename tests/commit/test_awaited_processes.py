@@ -227,7 +227,7 @@ def test_a_stopped_process_is_said_within_seconds_and_once(
         caplog.clear()
     assert said == [
         (6, "process 3 (stopped)"),
-        (18, "process 3 (waiting for a disk)"),
+        (14, "process 3 (waiting for a disk)"),
         (30, "process 3 (writing)"),
         (90, "process 3 (writing)"),
     ]

@@ -201,6 +201,8 @@ def test_a_process_that_stops_is_named_and_not_mistaken_for_a_dead_one(
         for process in job.survivors():
             assert process.last[0] == "saved"
             assert f"for process {job.doomed} (stopped)" in process.out
+        (ended,) = forks.wait_all([job.pids[job.doomed]])
+        assert ended.last[0] == "saved"
         assert sound(job.path, 1)
         assert not list(job.path.glob("processes/*/records")), "what was said is removed"
 

@@ -10,6 +10,7 @@ communicate in any other way. A process that saves alone keeps its record.
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -132,6 +133,9 @@ class Attempt:
         """The digest of the `JobBytes` that the coordinator announced; empty for none."""
         self.planned_bytes = 0
         """The part of this process, for messages."""
+        self._began = time.monotonic()
+        self.description = 0
+        """xxh3-64 of the description of this process; 0 if it saves alone."""
 
     @cached_property
     def notes(self) -> Notes:  # a process alone rarely needs them
@@ -282,6 +286,11 @@ class Attempt:
     def sync(self, folder: Location) -> None:
         """Makes the entries of a folder durable, and of those above it."""
         folder.sync(self.location, max(1, self._missing))
+
+    @property
+    def seconds(self) -> float:
+        """How long this attempt has taken so far."""
+        return time.monotonic() - self._began
 
     @property
     def digest_found(self) -> str:

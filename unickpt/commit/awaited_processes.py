@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -24,14 +25,15 @@ from unickpt.commit.progress_reports import COMMIT, NOT_BEGUN, WORDS, WRITE, Rep
 from unickpt.errors import SaveTimeout
 from unickpt.frameworks.members import legend
 from unickpt.frameworks.process_group import members_of
-from unickpt.frameworks.process_states import CAUSES, state_of
+from unickpt.frameworks.process_states import CAUSES, STOPPED, state_of
 from unickpt.storage.kvstore import KvStore
 
 _log = logging.getLogger("unickpt")
 _FIRST_S = 30.0
 """A process that waits for less than this logs nothing, unless another one is stopped."""
-_STOPPED_S = 6.0
-"""A process that waits for so long logs whether another one is stopped, or waits for a disk."""
+_STOPPED_S, _SOONER = 6.0, 3
+"""A process that waits for so long logs whether another one is stopped, or waits for a disk; if one
+is, it looks again so many times sooner."""
 _GROWTH, _LONGEST_S = 2.0, 600.0
 _LOOKS_PER_S = 100
 """The most of all processes of a job together."""
@@ -82,6 +84,12 @@ class Waits:
         least_s = self._group.count / _LOOKS_PER_S
         self._stopped_s, self._least_s = max(_STOPPED_S, least_s), max(_FIRST_S, least_s)
         self._note_data, self._note_at = b"", time.monotonic()
+        self.seconds = 0.0
+        """How long it had waited at the last look."""
+        self.reports: Mapping[int, Report] = {}
+        """What some of the missing processes have reported, as of the last look."""
+        self.stopped = Counter[int]()
+        """At how many looks in sequence each of these was stopped."""
 
     @cached_property
     def _records(self) -> KvStore:  # most saves need none
@@ -131,16 +139,18 @@ class Waits:
                 return True
             waited = time.monotonic() - began
             if waited >= next_s:
-                is_early = waited < self._least_s
+                is_early, again_s, self.seconds = waited < self._least_s, self._stopped_s, waited
                 if not is_early:
                     pause = min(pause * _GROWTH, max(_LONGEST_S, self._least_s))
                 with suppress(Exception):  # what fails here, fails the wait itself if it matters
                     status = self._whom(late, pause)
+                    if status.is_explained:
+                        again_s /= _SOONER
                     if not is_early or (status.is_explained and status != logged):
                         logged, location = status, self._attempt.location
                         whom = f"{status}{legend(members_of(self._group))}"
                         _log.warning("%s: waiting %.0f s for %s", location, waited, whom)
-                next_s = time.monotonic() - began + (self._stopped_s if is_early else pause)
+                next_s = time.monotonic() - began + (again_s if is_early else pause)
                 if is_early:
                     next_s = min(next_s, self._least_s)
             return False
@@ -181,7 +191,11 @@ class Waits:
         named = list(late[:_NAMED])
         reports = progress_reports.read(self._records, named)
         phases = {p: reports[p].words if p in reports else self._seen(p) for p in named}
-        return Late(len(late), phases | self._causes(reports))
+        causes = self._causes(reports)
+        self.reports = reports
+        stopped = [p for p, cause in causes.items() if cause == STOPPED]
+        self.stopped = Counter({p: self.stopped[p] + 1 for p in stopped})
+        return Late(len(late), phases | causes)
 
     def _causes(self, reports: Mapping[int, Report]) -> dict[int, str]:
         """Why processes make no progress: as this one sees, or as their neighbours have reported.

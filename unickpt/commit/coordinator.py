@@ -8,12 +8,13 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from operator import itemgetter
 
 import xxhash
 
 from unickpt._version import LIBRARY
 from unickpt.commit.attempt import Attempt, AttemptState
-from unickpt.commit.merge import Merged, MergePolicies, merge_all
+from unickpt.commit.merge import Merged, MergePolicies, StillNeeded, merge_all
 from unickpt.commit.merge_chunks import Requests
 from unickpt.commit.messages import (
     DESCRIPTION,
@@ -67,6 +68,7 @@ class Coordinator:
         self.attempt, self._write_more, self._policies = attempt, write_more, policies
         self._location, self._processes = attempt.location, range(attempt.group.count)
         self._more: Records = ()  # of processes that wrote chunks of others, too
+        self._replaced: Mapping[int, Record] = {}  # of processes whose part others write: empty
 
     def commit(
         self,
@@ -90,12 +92,12 @@ class Coordinator:
             SaveConflict: another job committed at this path.
         """
         attempt = self.attempt
-        records = self._records()
-        for process, record in records:
-            if record.replaces != attempt.digest_found:
-                when = f"between the start of process 0 and of process {process}"
-                raise attempt.conflict(when)
-        merged = self._merge({digest: index}, records)
+        records = self._records(may_replace=True)
+        try:
+            merged = self._merge({digest: index}, records)
+        except StillNeeded:
+            records = self._records()
+            merged = self._merge({digest: index}, records)
         took = dict[str, bytes]()
         if attempt.arrivals is not None:
             took = attempt.arrivals.encode([record.statistics for _, record in records])
@@ -110,31 +112,57 @@ class Coordinator:
         check(merged.index)
         self._write_root(manifest)
         attempt.become(AttemptState.COMMITTED)
+        if self._replaced:
+            from unickpt.commit import stand_ins
+
+            stand_ins.warn(self._location, [*self._replaced])
         committed()
         self._remove_older_attempts(older)
         return Committed(totals, merged, statistics_of(records, self._more), job)
 
-    def _records(self) -> Records:
-        """The records of all processes; that of a single process was never stored."""
+    def _records(self, may_replace: bool = False) -> Records:
+        """The records of all processes; that of a single process was never stored.
+
+        Arguments:
+            may_replace: whether others may write the part of a process that makes no progress.
+
+        Raises:
+            SaveConflict: a process found another checkpoint here.
+        """
         attempt = self.attempt
         if not attempt.is_alone:
-            return self._collect(self._processes, OK)
+            records = self._collect(self._processes, OK, may_replace)
+            for process, record in records:
+                if record.replaces != attempt.digest_found:
+                    when = f"between the start of process 0 and of process {process}"
+                    raise attempt.conflict(when)
+            return records
         assert attempt.record is not None, "it is published before the commit"
         if attempt.arrivals is not None:
             attempt.arrivals.looked(())
         return [(0, attempt.record)]
 
-    def _collect(self, processes: Sequence[int], kind: str) -> Records:
-        """The records of some processes, when all are there."""
+    def _collect(self, processes: Sequence[int], kind: str, may_replace: bool = False) -> Records:
+        """The records of some processes, when all are there.
+
+        Arguments:
+            processes, kind: of the records.
+            may_replace: as for `_records`.
+        """
         from unickpt.commit.awaited_processes import Waits  # only where there are others
 
-        attempt, late = self.attempt, list(processes)
+        attempt, late, waits = self.attempt, list(processes), Waits(self.attempt)
+        own_s, replaced = attempt.seconds, dict[int, Record]()
 
         def all_there(notes: set[str]) -> bool:
             late[:] = attempt.notes.late(processes, kind)
+            if may_replace and late and waits.reports:
+                from unickpt.commit import stand_ins
+
+                replaced.update(stand_ins.records_of(attempt, waits, late, own_s))
             if attempt.arrivals is not None:
-                attempt.arrivals.looked(late)
-            if not late:
+                attempt.arrivals.looked(() if replaced else late)
+            if replaced or not late:
                 attempt.awaits_records = False
                 return True
             if attempt.group.index in late:
@@ -143,14 +171,17 @@ class Coordinator:
                 raise attempt.conflict()
             return False
 
-        Waits(attempt).until(all_there, processes, kind, late)
-        return attempt.notes.records(processes, kind)
+        waits.until(all_there, processes, kind, late)
+        if kind == OK:
+            self._replaced = replaced
+        records = attempt.notes.records([p for p in processes if p not in replaced], kind)
+        return sorted([*records, *replaced.items()], key=itemgetter(0))
 
     def _merge(self, indexes: Mapping[int, Index], records: Records) -> Merged:
         attempt, described = self.attempt, indexes
         if not attempt.is_alone and any(record.description not in indexes for _, record in records):
             described = {**indexes, **_read_descriptions(records, indexes, attempt)}
-        merged = merge_all(records, described, self._request, self._policies)
+        merged = merge_all(records, described, self._request, self._policies, self._replaced)
         timed = {} if attempt.arrivals is None else attempt.arrivals.extra
         index = replace(
             merged.index,
@@ -167,8 +198,8 @@ class Coordinator:
         own_records = [(ours, self._write_more(requests[ours]))] if ours in requests else []
         other_processes = [process for process in requests if process != ours]
         self._more = own_records
-        if other_processes:
-            self.attempt.notes.request(requests)
+        if other_processes or self._replaced:
+            self.attempt.notes.request({**requests, **{process: {} for process in self._replaced}})
             self._more = [*own_records, *self._collect(other_processes, MORE)]
         return self._more
 
@@ -192,7 +223,7 @@ class Coordinator:
         attempt, replaced = self.attempt, dict[str, Totals]()
         if attempt.digest_found:
             replaced = attempt.replaced()
-        job = None if attempt.is_alone else self._job_bytes(records)
+        job = None if attempt.is_alone or self._replaced else self._job_bytes(records)
         if not attempt.is_alone or replaced:
             digest = "" if job is None else job.digest
             attempt.notes.announce(Announcement(digest_of(manifest), totals, replaced, digest))
@@ -227,7 +258,8 @@ class Coordinator:
         if not attempt.root.replace(attempt.found, manifest, attempt.timeout_s, begun):
             attempt.become(AttemptState.FAILED)
             raise attempt.conflict()
-        folders = [attempt.own] if attempt.is_alone else map(attempt.folder_of, self._processes)
+        needed = [process for process in self._processes if process not in self._replaced]
+        folders = [attempt.own] if attempt.is_alone else map(attempt.folder_of, needed)
         if not all(folder.exists() for folder in folders):
             attempt.root.retract(manifest, attempt.timeout_s)
             attempt.become(AttemptState.FAILED)

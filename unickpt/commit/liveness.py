@@ -214,7 +214,9 @@ class Neighbour:
 
 def _is_awaited(notes: Notes, process: int) -> bool:
     """Whether the record of a process is missing, or that of chunks that it was asked to write."""
+    requested = parse_note(notes.get(REQUEST), REQUESTED) or {}
+    if requested.get(process) == {}:
+        return False  # others write its part
     if notes.late([process], OK):
         return True
-    requested = parse_note(notes.get(REQUEST), REQUESTED) or {}
     return process in requested and bool(notes.late([process], MORE))

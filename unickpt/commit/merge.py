@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -71,11 +71,16 @@ class Merged:
         return notes
 
 
+class StillNeeded(Exception):
+    """Nobody else can write the part of a process that makes no progress."""
+
+
 def merge_all(
     records: Records,
     described: Mapping[int, Index],
     request: Callable[[Requests], Records],
     policies: MergePolicies,
+    replaced: Collection[int] = (),
 ) -> Merged:
     """Merges the output of all processes.
 
@@ -85,9 +90,11 @@ def merge_all(
         request: makes processes write chunks that their planned writers do not hold; returns the
             records of these.
         policies: decide how notes are merged, and how arrays are stored.
+        replaced: the processes whose part others write.
 
     Raises:
         CoverageError: the processes contradict each other, or leave out a part of an array.
+        StillNeeded: not all of that part can be written by others.
     """
     arrays = {digest: list(index.arrays) for digest, index in described.items()}
     names = [arrays[record.description] for _, record in records]
@@ -104,9 +111,12 @@ def merge_all(
         winners = {difference.name: difference.stored for difference in differences}
         chunks = merged_chunks(index, records, names, assumed, winners)
     wrote = {process: record.statistics.get("bytes", 0) for process, record in records}
-    missing = requests(index, chunks.table, names, winners, wrote)
+    if replaced:
+        missing = _of_replaced(index, chunks, names, assumed, winners, wrote, replaced)
+    else:
+        missing = requests(index, chunks.table, names, winners, wrote)
     written = records
-    if missing:
+    if missing or replaced:
         written = [*records, *request(missing)]
         chunks = merged_chunks(index, written, names, assumed, winners)
         requests(index, chunks.table, [])
@@ -132,6 +142,33 @@ def merge_all(
         extra={**index.extra, **_merged_notes(written, policies)},
     )
     return Merged(index, chunks, differences)
+
+
+def _of_replaced(
+    index: Index,
+    chunks: Chunks,
+    names: Names,
+    assumed: Collection[str],
+    winners: Mapping[str, int],
+    wrote: Mapping[int, float],
+    replaced: Collection[int],
+) -> Requests:
+    """As `requests`, without some processes.
+
+    Raises:
+        StillNeeded: other processes do not hold what they have not written, or do not keep it.
+    """
+    names = [
+        () if process in replaced else array_names for process, array_names in enumerate(names)
+    ]
+    try:
+        missing = requests(index, chunks.table, names, winners, wrote)
+    except CoverageError as error:
+        raise StillNeeded from error
+    # Until the commit, processes keep those chunks of others that are only assumed to be equal.
+    if any(name not in assumed for positions in missing.values() for name in positions):
+        raise StillNeeded
+    return missing
 
 
 def _merged_notes(records: Records, policies: MergePolicies) -> dict[str, Any]:

@@ -41,6 +41,7 @@ ELSEWHERE = -2
 # A fingerprint of an array that is assumed to be equal on all processes that have it.
 REPLICA_DTYPE = np.dtype([("array", "<u4"), ("fingerprint", "<u8")])
 _TABLES = CHUNK_DTYPE, ADDITION_DTYPE, REPLICA_DTYPE
+NO_CHUNKS = np.zeros(0, CHUNK_DTYPE)
 _SEAL_BYTES = 8
 PLACE_NAMES = [name for name, _ in PLACE_FIELDS]
 ValuePlace = tuple[int, int, int]
@@ -191,7 +192,8 @@ Verb = Literal["failed", "died", "is silent"]
 are gone."""
 REQUEST, DESCRIPTION, JOB_BYTES = "request", "description-{:016x}", "job-{}"
 REQUESTED = dict[int, dict[str, list[int]]]
-"""A request: for each process, arrays and the positions of their chunks."""
+"""A request: for each process, arrays and the positions of their chunks; nothing for a process
+whose part others write (`stand_ins`)."""
 _COMMIT, _ERROR, _LEFT = "commit", "error-", "left-"
 _ERROR_NAME = re.compile(_ERROR + r"(\d{5,9})")
 _LEFT_NAME = re.compile(_LEFT + r"(\d{5,9})-(\d{1,4})")
@@ -358,8 +360,9 @@ class Notes:
         """Requests chunks: for each process, arrays and the positions of their chunks."""
         self._notes.write(REQUEST, msgspec.json.encode(requests)).result()
 
-    def requested(self) -> dict[str, list[int]]:
-        """The chunks that the coordinator requests from this process.
+    def requested(self) -> dict[str, list[int]] | None:
+        """The chunks that the coordinator requests from this process; None if it does not need
+        what this process has written.
 
         Raises:
             StorageError: the request cannot be decoded.
@@ -368,7 +371,10 @@ class Notes:
         request = parse_note(data, REQUESTED)
         if request is None:
             raise StorageError(f"{self._folder}: the note {REQUEST!r} of process 0 is damaged")
-        return request.get(self._group.index, {})
+        ours = request.get(self._group.index)
+        if ours == {}:
+            return None
+        return ours or {}
 
     def announce(self, announcement: Announcement) -> None:
         """Announces the commit that is about to happen."""

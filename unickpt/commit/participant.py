@@ -72,6 +72,10 @@ def _wait(attempt: Attempt, write_more: WriteMore) -> Totals:
         if mine:
             attempt.publish(write_more(mine), MORE)
         waits.until(lambda notes: is_committed(), everyone, OK)
+        if mine is None:
+            with suppress(Exception):  # no checkpoint refers to them
+                attempt.own.remove(attempt.context)
+                attempt.notes.clear_records()
     assert totals is not None, "the wait ends with the commit"
     return totals
 

@@ -45,6 +45,7 @@ class Report:
         number: how many reports it has already written.
         identity: of the process; None if it saves alone.
         neighbours: the states of its neighbours, as far as it sees them (`process_states`).
+        description: xxh3-64 of its encoded description; 0 if it saves alone.
     """
 
     phase: _Phase
@@ -55,6 +56,7 @@ class Report:
     number: _Count = 0
     identity: Identity | None = None
     neighbours: Annotated[tuple[tuple[_Count, _State], ...], msgspec.Meta(max_length=2)] = ()
+    description: Annotated[int, msgspec.Meta(ge=0)] = 0
 
     @property
     def words(self) -> str:

@@ -47,6 +47,7 @@ class Reporter:
             number,
             None if attempt.is_alone else own_identity(),
             tuple(neighbours),
+            attempt.description,
         )
         progress_reports.write(reports_of(attempt), attempt.group.index, report)
 

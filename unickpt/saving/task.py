@@ -370,6 +370,7 @@ class SaveTask:
         self.check_destination()
         self._has_begun = True
         self._attempt.planned_bytes = sum(map(attrgetter("nbytes"), plan.own_items))
+        self._attempt.description = self.description.digest
         base = self._open_base()
         self._attempt.own.child(data_files.FOLDER).make()
         self._become(SaveState.WRITING)

@@ -1,0 +1,302 @@
+"""A process that is stopped, or far too slow, does not keep the others from a checkpoint."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support import TESTS
+from support.forks import Forks
+from support.processes import Processes
+from support.saving import in_job, numbers, same, session
+
+import unickpt
+from unickpt import ProcessGroup, SaveOptions
+from unickpt.commit import awaited_processes, liveness, stand_ins
+from unickpt.saving import writer
+from unickpt.types import Box, LocalFragments
+
+SECONDS = 60
+
+# --- processes that are stopped -------------------------------------------------------------------
+
+PROCESS = f"""
+import json, logging, sys, time
+from pathlib import Path
+sys.path.insert(0, {TESTS!r})
+import numpy as np
+import unickpt
+from support.saving import numbers
+from unickpt.commit import attempt, awaited_processes, liveness
+from unickpt.saving import writer
+
+path, index, count, session, doomed, step, is_async = ARGS
+logging.basicConfig(stream=sys.stdout, format="%(message)s")
+awaited_processes._STOPPED_S = 0.6
+holder = {{"write_all": writer.ChunkWriter, "publish": attempt.Attempt}}[step]
+real = getattr(holder, step)
+
+def stepped(*arguments, **named):
+    setattr(holder, step, real)
+    while not list(Path(path).glob(f"processes/{{session}}-*/records/{{index:05d}}.at")):
+        time.sleep(0.01)
+    print("there", flush=True)
+    time.sleep(0.5)
+    return real(*arguments, **named)
+
+if index == doomed:
+    setattr(holder, step, stepped)
+group = unickpt.ProcessGroup(index, count, session)
+options = unickpt.SaveOptions(group=group, timeout_s={SECONDS}, chunk_bytes=4096)
+state = numbers(1)
+if is_async:
+    pending = unickpt.save_async(path, state, options=options)
+    pending.wait_staged()
+    state["large"] += 1
+    pending.result()
+else:
+    unickpt.save(path, state, options=options)
+print("saved", flush=True)
+unickpt.save(path + "2", numbers(2), options=options)
+print(json.dumps("saved again"))
+"""
+
+
+def until(what: Callable[[], Any]) -> None:
+    deadline = time.monotonic() + SECONDS
+    while not what():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("step", ["write_all", "publish"])
+def test_others_write_for_a_process_that_is_stopped(
+    step: str, is_async: bool, forks: Forks, tmp_path: Path
+) -> None:
+    path, name = tmp_path / "c", session()
+    pids = [
+        forks.start(PROCESS, str(path), index, 4, name, 2, step, is_async) for index in range(4)
+    ]
+    until(lambda: "there" in forks.said(pids[2]))
+    os.kill(pids[2], signal.SIGSTOP)
+    try:
+        for index in (0, 1, 3):
+            until(lambda pid=pids[index]: "saved\n" in forks.said(pid))
+        assert unickpt.verify(path).ok
+        assert same(unickpt.load(path), numbers(1))
+        assert "process 2 made no progress" in forks.said(pids[0])
+    finally:
+        os.kill(pids[2], signal.SIGCONT)
+    assert [each.last for each in forks.wait_all(pids)] == ["saved again"] * 4
+    assert same(unickpt.load(path), numbers(1))
+    assert same(unickpt.load(f"{path}2"), numbers(2))
+    folders = [folder.name for folder in path.glob("processes/*/*")]
+    assert "00002" not in folders, "no checkpoint refers to its files"
+    assert "records" not in folders
+    assert len([*(tmp_path / "c2").glob("processes/*/00002")]) == 1, "it writes its part again"
+
+
+def test_it_may_go_on_at_any_moment(forks: Forks, tmp_path: Path) -> None:
+    jobs = []
+    for number in range(4):
+        path, name = tmp_path / f"c{number}", session()
+        args = path, 3, name, 1 + number % 2, "write_all", False
+        path_, count, *others = args
+        pids = [forks.start(PROCESS, str(path_), index, count, *others) for index in range(3)]
+        jobs.append((path, pids, pids[1 + number % 2]))
+    for _, _, stopped in jobs:
+        until(lambda pid=stopped: "there" in forks.said(pid))
+        os.kill(stopped, signal.SIGSTOP)
+    began = time.monotonic()
+    for at_s, (_, _, stopped) in zip((0.6, 0.75, 0.8, 0.85), jobs, strict=True):
+        time.sleep(max(0.0, began + at_s - time.monotonic()))
+        os.kill(stopped, signal.SIGCONT)
+    for path, pids, _ in jobs:
+        assert [each.last for each in forks.wait_all(pids)] == ["saved again"] * 3
+        assert unickpt.verify(path).ok
+        assert same(unickpt.load(path), numbers(1))
+
+
+RANK = """
+import os, sys, time
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import Replicate, distribute_tensor
+import unickpt
+from unickpt.commit import awaited_processes
+from unickpt.saving import writer
+
+path = sys.argv[1]
+awaited_processes._STOPPED_S = 0.3
+dist.init_process_group("gloo")
+mesh = dist.device_mesh.init_device_mesh("cpu", (2,))
+real = writer.ChunkWriter.write_all
+
+def write_all(self, items):
+    if dist.get_rank() == 1:
+        time.sleep(0.5)
+        print("writing", flush=True)
+        time.sleep(0.5)
+    return real(self, items)
+
+writer.ChunkWriter.write_all = write_all
+weights = distribute_tensor(torch.arange(300_000.0), mesh, [Replicate()])
+state = {"w": weights, "plain": torch.ones(3)}
+unickpt.save_async(path, state, options=unickpt.SaveOptions(chunk_bytes=65536)).result()
+print("saved", flush=True)
+dist.barrier()
+"""
+
+
+def test_declared_replicas_are_waited_for_as_nobody_keeps_those_of_others(
+    processes: Processes, tmp_path: Path
+) -> None:
+    ranks = processes.torch(2, RANK, tmp_path / "c")
+    stopped = ranks[1]
+    assert stopped.stdout is not None
+    assert stopped.stdout.readline() == "writing\n"
+    os.kill(stopped.pid, signal.SIGSTOP)
+    try:
+        time.sleep(2)
+        assert not (tmp_path / "c" / "manifest.ocdbt").exists()
+    finally:
+        os.kill(stopped.pid, signal.SIGCONT)
+    for rank in ranks:
+        assert rank.wait(SECONDS) == 0
+    assert unickpt.verify(tmp_path / "c").ok
+    assert np.array_equal(unickpt.open(tmp_path / "c")["w"], np.arange(300_000, dtype=np.float32))
+
+
+# --- processes that are too slow ------------------------------------------------------------------
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(awaited_processes, "_STOPPED_S", 0.1)
+    monkeypatch.setattr(liveness, "FIRST_S", {False: 0.01, True: 0.05})
+    monkeypatch.setattr(stand_ins, "_LEAST_S", 0.3)
+    monkeypatch.setattr(stand_ins, "_SLOWER", 1)
+
+
+@contextmanager
+def slow(process: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """A process that does not begin to write until the event is set."""
+    may_write, real = threading.Event(), writer.ChunkWriter.write_all
+
+    def write_all(self: writer.ChunkWriter, items: Any) -> Any:
+        if self._attempt.group.index == process:
+            assert may_write.wait(SECONDS)
+        return real(self, items)
+
+    monkeypatch.setattr(writer.ChunkWriter, "write_all", write_all)
+    try:
+        yield may_write
+    finally:
+        may_write.set()
+
+
+def saved_without(
+    process: int,
+    path: Path,
+    tree: Callable[[ProcessGroup], Any],
+    monkeypatch: pytest.MonkeyPatch,
+    **options: Any,
+) -> bool:
+    """Whether a job of three has a checkpoint before one of them writes; all save it anyway."""
+    ended = threading.Event()
+
+    with slow(process, monkeypatch) as may_write:
+
+        def release() -> None:
+            deadline = time.monotonic() + 1.5
+            while time.monotonic() < deadline and not (path / "manifest.ocdbt").exists():
+                time.sleep(0.01)
+            if (path / "manifest.ocdbt").exists():
+                ended.set()
+            may_write.set()
+
+        watcher = threading.Thread(target=release)
+        watcher.start()
+        results = in_job(
+            3,
+            lambda group: unickpt.save(
+                path,
+                tree(group),
+                options=SaveOptions(
+                    group=group, timeout_s=30, fsync=False, chunk_bytes=4096, **options
+                ),
+            ),
+        )
+        watcher.join()
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+    assert unickpt.verify(path).ok
+    return ended.is_set()
+
+
+@pytest.mark.integration
+@pytest.mark.usefixtures("quick")
+def test_others_write_for_a_process_that_is_far_too_slow(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert saved_without(1, tmp_path / "c", lambda group: numbers(1), monkeypatch)
+    assert same(unickpt.load(tmp_path / "c"), numbers(1))
+    assert "process 1 made no progress" in caplog.text
+
+
+@pytest.mark.integration
+@pytest.mark.usefixtures("quick")
+def test_several_at_once_and_process_0_never(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert not saved_without(0, tmp_path / "c", lambda group: numbers(1), monkeypatch)
+    assert same(unickpt.load(tmp_path / "c"), numbers(1))
+
+
+def only_there(group: ProcessGroup) -> Any:
+    """What a pipeline stage of one process has, and no other."""
+    own = {"stage": np.arange(7.0)} if group.index == 1 else {}
+    return numbers(1) | own
+
+
+def fragments(group: ProcessGroup) -> Any:
+    box = Box((group.index * 5,), ((group.index + 1) * 5,))
+    own = LocalFragments((15,), [(box, np.arange(5.0) + 5 * group.index)])
+    return numbers(1) | {"own": own}
+
+
+CASES: dict[str, tuple[Callable[[ProcessGroup], Any], dict[str, Any]]] = {
+    "a value of its own": (
+        lambda group: numbers(1) | {"rng": unickpt.PerProcess(f"rng {group.index}")},
+        {},
+    ),
+    "an array of its own": (only_there, {}),
+    "a part of an array": (fragments, {}),
+    "replicas are compared": (lambda group: numbers(1), {"check_replicas": True}),
+}
+
+
+@pytest.mark.integration
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize("case", CASES)
+def test_a_process_is_waited_for_if_it_has_what_no_other_has(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tree, options = CASES[case]
+    assert not saved_without(1, tmp_path / "c", tree, monkeypatch, **options)
+    stored = unickpt.open(tmp_path / "c")
+    assert np.array_equal(stored["large"][...], numbers(1)["large"])
+    if case == "an array of its own":
+        assert np.array_equal(stored["stage"][...], np.arange(7.0))
+    if case == "a part of an array":
+        assert np.array_equal(stored["own"][...], np.arange(15.0))
