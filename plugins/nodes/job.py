@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -16,6 +17,7 @@ from unickpt.extend import (
     Scheme,
     StepFolder,
     Version,
+    first_few,
     job_group,
     new_session,
     register_scheme,
@@ -28,8 +30,11 @@ from unickpt.plugins.nodes.locations import StepLocation, shared
 from unickpt.plugins.nodes.membership import NodeProcess
 from unickpt.plugins.nodes.node_folder import NodeFolder
 from unickpt.plugins.nodes.options import NodeOptions
+from unickpt.plugins.nodes.silent_nodes import SilentNodes, place_of
 from unickpt.plugins.nodes.upload_notes import UploadNotes
 
+# After a failure, other nodes are read; TensorStore's own default tries for minutes.
+_HTTP = {"driver": "http", "http_request_retries": {"max_retries": 0}}
 CONTROL = ".nodes"
 """In the root: what all processes must see of steps that lie in the nodes' folders."""
 _log = logging.getLogger("unickpt")
@@ -67,7 +72,7 @@ class Nodes:
         self._control, self._unit = control, chosen.unit_of(name)
         self.filters = [feature for feature in options.all_features if feature.filters_copies]
         """Features that leave units out of the copies of steps in the root."""
-        self.uploads = UploadNotes(control, self.attempt)
+        self.uploads, self.silent = UploadNotes(control, self.attempt), SilentNodes()
         self._exchange, self._exchanges = self.attempt, 1
         try:
             self.members = self._gather(name)
@@ -79,7 +84,8 @@ class Nodes:
     def _gather(self, node: str) -> list[NodeProcess]:
         """All processes of the job, and what is on their nodes."""
         parts, sums = self.folder.parts(), self.folder.sums()
-        member = NodeProcess(node, self.server.url, self._unit, parts, sums)
+        silent = self.silent.nodes
+        member = NodeProcess(node, self.server.url, self._unit, parts, sums, silent)
         group = self.group
         whole = self._control, self._exchange, group.index, group.count, member
         members = membership.gather(*whole, self.options.timeout_s)
@@ -117,6 +123,12 @@ class Nodes:
         may not be mounted, and says nothing about what is committed."""
         return membership.is_there(self._control, self._exchange)
 
+    def silent_to_any(self) -> set[str]:
+        """The nodes that do not answer to some process; all processes call it."""
+        self.silent.among([m for m in self.members if m.node != self.node])
+        self.gather_again()
+        return {node for member in self.members for node in member.silent}
+
     @cached_property
     def node(self) -> str:
         """The identity of this node."""
@@ -149,6 +161,10 @@ class Nodes:
         count = self.uploads.part_count(step, version.attempt)
         if count is not None and set(range(count)) <= self.holders(step, version).keys():
             return True
+        return self._is_in_root(step, version)
+
+    def _is_in_root(self, step: str, version: Version) -> bool:
+        """Whether the root has what the nodes have, or lack, of a step."""
         in_root = version_at(self.root.location.child(step))
         if in_root is None or in_root.name != version.name:
             return False
@@ -164,21 +180,58 @@ class Nodes:
         if version is not None and version.attempt:
             count = self.uploads.part_count(step, version.attempt) or 0
             holders = self.holders(step, version)
+            silent = self.silent.among(self._others(holders))
+            has_root = bool(silent) and self._is_in_root(step, version)
             for process in range(count):
                 below = f"{step}/processes/{version.attempt}/{process:05d}/"
-                base = self._base(below, holders.get(process, ()))
+                base = self._base(below, holders.get(process, ()), silent, has_root)
                 layers.append({"base": base, "prefix": below, "strip_prefix": len(below)})
         return {"driver": "kvstack", "path": f"{step}/", "layers": layers}
 
-    def _base(self, below: str, holders: Any) -> dict[str, Any]:
-        """Where the data files of a process are read."""
+    def _others(self, holders: Mapping[int, Sequence[NodeProcess]]) -> list[NodeProcess]:
+        """Those from whom this process would read."""
+        return [
+            member
+            for having in holders.values()
+            if not any(member.node == self.node for member in having)
+            for member in having
+        ]
+
+    def _base(
+        self, below: str, holders: Sequence[NodeProcess], silent: Mapping[str, str], has_root: bool
+    ) -> dict[str, Any]:
+        """Where the data files of a process are read.
+
+        Arguments:
+            below: their folder.
+            holders: who has them.
+            silent: the URLs of those that do not answer.
+            has_root: whether the root has them, too.
+        """
         if any(member.node == self.node for member in holders):
             return {"driver": "file", "path": self.folder.path + below}
-        if holders:
-            chosen = holders[self.group.index % len(holders)]
-            return {"driver": "http", "base_url": chosen.url, "path": below}
+        answering = [member for member in holders if member.url not in silent]
+        if holders and (answering or not has_root):  # it may only be slow
+            having = answering or holders
+            chosen = having[self.group.index % len(having)]
+            return {**_HTTP, "base_url": chosen.url, "path": below}
         spec = self.root.location.spec
         return {**spec, "path": spec["path"] + below}
+
+    def unreadable(self, step: str, version: Version) -> str:
+        """Whose files nobody has who answers; empty if there are none."""
+        holders = self.holders(step, version)
+        silent = self.silent.among(self._others(holders), again=True)
+        if not silent or self._is_in_root(step, version):
+            return ""
+        missing = [
+            process
+            for process, having in holders.items()
+            if all(member.url in silent and member.node != self.node for member in having)
+        ]
+        places = sorted({place_of(m.url) for n in missing for m in holders[n] if m.url in silent})
+        text = f"only {first_few(places)} has the files of processes {first_few(missing)}, and does"
+        return f"{text} not answer: {next(iter(silent.values()))}" if missing else ""
 
 
 def _spec(url: str) -> dict[str, Any]:
@@ -189,11 +242,6 @@ def _spec(url: str) -> dict[str, Any]:
     return nodes.spec(step)
 
 
-# A node that does not answer is gone; TensorStore's own default tries for minutes.
-_RETRIES = {"max_retries": 4, "initial_delay": "100ms", "max_delay": "1s"}
-_RESOURCES = {"http_request_retries": _RETRIES}
-
-
 class _JobStep(StepLocation):
     @property
     def parent(self) -> Location | None:
@@ -202,5 +250,5 @@ class _JobStep(StepLocation):
         return None if nodes is None else nodes.root.location
 
 
-SCHEME = Scheme("nodes", _spec, _RESOURCES, _JobStep, is_internal=True)
+SCHEME = Scheme("nodes", _spec, location=_JobStep, is_internal=True)
 register_scheme(SCHEME)

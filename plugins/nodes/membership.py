@@ -29,6 +29,7 @@ class NodeProcess:
         unit: what fails together with the node.
         parts: what the folder has.
         sums: the folders of sums of other nodes' files that it has; see `node_parity`.
+        silent: the nodes that do not answer to it.
     """
 
     node: str
@@ -36,6 +37,7 @@ class NodeProcess:
     unit: str = ""
     parts: Parts = field(default_factory=dict)
     sums: Mapping[str, Mapping[str, Sequence[str]]] = field(default_factory=dict)
+    silent: Sequence[str] = ()
 
 
 def gather(

@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 
 from unickpt.extend import system_calls
 
-_NODE_FILE = ".node"
+NODE_FILE = ".node"
 _PART = re.compile(r"\d{5,}")
 _SUM = re.compile(r"sum-[-\w]+")
 
@@ -33,7 +33,7 @@ class NodeFolder:
         Raises:
             Failed: it cannot be written or read.
         """
-        path, draft = self.path + _NODE_FILE, f"{self.path}{_NODE_FILE}-{secrets.token_hex(8)}"
+        path, draft = self.path + NODE_FILE, f"{self.path}{NODE_FILE}-{secrets.token_hex(8)}"
         with system_calls("write", path):
             os.makedirs(self.path, exist_ok=True)
             with open(draft, "w") as file:

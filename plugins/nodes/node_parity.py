@@ -239,26 +239,31 @@ def restore(nodes: Nodes) -> None:
     """Restores files of committed steps that no node has; all processes call it, and share the
     work. What cannot be restored is logged."""
     steps = sorted({step for member in nodes.members for step in member.sums})
+    silent = nodes.silent_to_any()
+    able = [n for n, member in enumerate(nodes.members) if member.node not in silent]
     for step in steps:
         version = version_at(nodes.location.child(step))
         if version is None:
             continue
         count = nodes.uploads.part_count(step, version.attempt) or 0
-        lost = set(range(count)) - nodes.holders(step, version).keys()
+        holders = nodes.holders(step, version).items()
+        answering = {p for p, having in holders if any(m.node not in silent for m in having)}
+        lost = set(range(count)) - answering
         for process in sorted(lost):
-            if process % nodes.group.count != nodes.group.index:
+            if not able or able[process % len(able)] != nodes.group.index:
                 continue
             try:
-                _restore_process(nodes, step, version, process, lost)
+                _restore_process(nodes, step, version, process, lost, silent)
             except Exception as error:
                 _log.warning(
-                    "%s: the files of process %d are on no node, and are not restored from parity: "
-                    "%s. The step is lost unless the root has it",
+                    "%s: the files of process %d are on no node that answers, and are not restored "
+                    "from parity: %s. The step is lost unless the root has it",
                     *(step, process, error),
                 )
             else:
                 _log.warning(
-                    "%s: the files of process %d, which no node had, are restored from parity",
+                    "%s: the files of process %d, which no node that answers had, are restored "
+                    "from parity",
                     *(step, process),
                 )
 
@@ -271,12 +276,14 @@ class _StoredSum(NamedTuple):
 
 
 def _restore_process(
-    nodes: Nodes, step: str, version: Version, process: int, lost: set[int]
+    nodes: Nodes, step: str, version: Version, process: int, lost: set[int], silent: set[str]
 ) -> None:
     """Restores the files of a process. Raises OSError if that is not possible."""
     below = f"{step}/processes/{version.attempt}/"
     groups = dict[str, list[_StoredSum]]()
     for member in nodes.members:
+        if member.node in silent:
+            continue
         for name in member.sums.get(step, {}).get(version.attempt, ()):
             url = f"{member.url}{below}{name}/"
             table = msgspec.json.decode(fetched(f"{url}table"), type=_SumTable)
@@ -289,7 +296,12 @@ def _restore_process(
             what = counted(len(sums), "sum")
             reasons.append(f"processes {first_few(gone)} have none on any node, and {what} is left")
             continue
-        urls = {p: f"{having[0].url}{below}" for p, having in nodes.holders(step, version).items()}
+        urls = {
+            p: f"{member.url}{below}"
+            for p, having in nodes.holders(step, version).items()
+            for member in reversed(having)  # the first of those that answer
+            if member.node not in silent
+        }
         for other in gone:  # also one that this process has just restored
             urls.pop(other, None)
         with nodes.folder.filled(f"{below}{process:05d}") as draft:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from unickpt.errors import StorageError
 from unickpt.extend import StepFolder, Version, version_at
 from unickpt.plugins.nodes.job import Nodes
 
@@ -16,6 +17,7 @@ class NodeSteps(StepFolder):
     """
 
     copies_differ = True
+    reads_elsewhere = True
 
     def __init__(self, nodes: Nodes) -> None:
         super().__init__(nodes.location)  # type: ignore[arg-type]
@@ -36,6 +38,11 @@ class NodeSteps(StepFolder):
     def version(self, step: int) -> Version | None:
         version = super().version(step)
         return None if version is not None and version == self._lost.get(step) else version
+
+    def reading_failed(self, step: int, error: StorageError) -> StorageError:
+        version = self.version(step)
+        reason = "" if version is None else self._nodes.unreadable(f"step_{step}", version)
+        return StorageError(f"{self.path(step)}: {reason}") if reason else error
 
     def needed(self, steps: Sequence[int]) -> Sequence[int]:
         """All from the newest step on that others protect: with copies or parity, other nodes; if

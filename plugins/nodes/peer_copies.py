@@ -15,18 +15,19 @@ from functools import partial
 from http.client import HTTPException
 from typing import TYPE_CHECKING, Any
 from urllib.error import URLError
-from urllib.parse import quote, urlsplit
+from urllib.parse import quote
 
 import msgspec
 
 from unickpt.extend import Failed, SerialExecutor, StepFolder, Version
 from unickpt.plugins.nodes.membership import NodeProcess
+from unickpt.plugins.nodes.silent_nodes import place_of
 
 if TYPE_CHECKING:
     from unickpt.plugins.nodes.job import Nodes
 
 _log = logging.getLogger("unickpt")
-_PIECE_BYTES, _TIMEOUT_S = 1 << 20, 60.0
+_PIECE_BYTES, _TIMEOUT_S = 1 << 20, 15.0
 
 
 def keepers(members: Sequence[NodeProcess]) -> list[int]:
@@ -156,8 +157,8 @@ def answer(url: str | urllib.request.Request) -> Iterator[Any]:
         with urllib.request.urlopen(url, timeout=_TIMEOUT_S) as response:
             yield response
     except (URLError, TimeoutError, ConnectionError, HTTPException) as error:
-        place = urlsplit(url if isinstance(url, str) else url.full_url).netloc  # without the secret
-        raise Failed(f"the node at {place}: {getattr(error, 'reason', error)}") from error
+        place = place_of(url if isinstance(url, str) else url.full_url)
+        raise Failed(f"{place}: {getattr(error, 'reason', error)}") from error
 
 
 def fetched(url: str | urllib.request.Request) -> bytes:

@@ -12,8 +12,10 @@ import time
 from typing import Any
 
 import numpy as np
+import pytest
 
 import unickpt
+from support import faulty_node
 
 SHAPE = (91, 103)
 
@@ -105,6 +107,15 @@ class JaxSide:
         multihost_utils.sync_global_devices("node job")
 
 
+def check_error(side: Any, checkpointer: Any, text: str) -> None:
+    """Process 0 cannot load the newest step, soon, and says why; so no process does."""
+    began = time.monotonic()
+    with pytest.raises(unickpt.UnickptError, match="" if side.rank else text) as caught:
+        checkpointer.load(side.state(None))
+    print("error", caught.value, "seconds", time.monotonic() - began, flush=True)
+    side.barrier()
+
+
 def run(kind: str, root: str, folders: list[str], order: dict[str, Any]) -> None:
     """What each process does.
 
@@ -114,22 +125,33 @@ def run(kind: str, root: str, folders: list[str], order: dict[str, Any]) -> None
         folders: of the node of each process.
         order: `load`: the step that must be resumed, or None for none; `save`: how many steps;
             `then`: "kill" after these are committed, "stop" without closing the run, or "close";
-            `arguments`: of the Checkpointer; `options`: further ones of its saves.
+            `arguments`: of the Checkpointer; `options`: further ones of its saves; `fault`: what
+            process 1 does when others read its files, from the load or (`early_fault`) from the
+            beginning; see `faulty_node`.
     """
     logging.basicConfig()  # to stderr
     side: Any = TorchSide() if kind == "torch" else JaxSide()
     chosen = {"fsync": False, "timeout_s": 60, "chunk_bytes": 4096, **order.get("options", {})}
     options = unickpt.SaveOptions(**chosen)
+    if side.rank == 1 and "early_fault" in order:
+        faulty_node.replace_early(order["early_fault"])
     checkpointer = unickpt.Checkpointer(
         root, node_local=folders[side.rank], options=options, **order.get("arguments", {})
     )
-    first = 0
+    if "fault" in order:
+        if side.rank == 1:
+            faulty_node.replace(checkpointer._steps.first._nodes.server, order["fault"])
+        side.barrier()
+    if "error" in order:
+        check_error(side, checkpointer, order["error"])
+        os._exit(0)
+    first, began = 0, time.monotonic()
     if "load" in order:
         assert checkpointer.latest() == order["load"], checkpointer.steps()
     if checkpointer.latest() is not None:
         side.check(checkpointer.load(side.state(None)), checkpointer.loaded_step)
         first = checkpointer.loaded_step + 1
-    print("resumed", first - 1, flush=True)
+    print("resumed", first - 1, "seconds", time.monotonic() - began, flush=True)
     if "marks" in order:
         checkpointer.wait()
         open(f"{order['marks']}-{side.rank}", "w").close()

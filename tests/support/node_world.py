@@ -30,6 +30,7 @@ from unickpt.plugins.nodes import job as job_module
 from unickpt.plugins.nodes import membership, node_parity, peer_copies, tier, upload_notes, uploads
 from unickpt.plugins.nodes.node_parity import NodeParity, _PartStream, _SumTable
 from unickpt.plugins.nodes.peer_copies import PeerCopies
+from unickpt.plugins.nodes.silent_nodes import SilentNodes
 from unickpt.runs import (
     attempt_folders,
     cleaning,
@@ -723,6 +724,7 @@ def patches() -> list[Any]:
         patch(job_module, "new_session", lambda: world().name()),
         patch(job_module, "job_group", lambda group, timeout_s: group),
         patch(job_module, "shared", lambda control, url, folder, process, run: control),
+        patch(SilentNodes, "among", lambda self, members, again=False: {}),
         patch(uploads, "copy_files", copy_files),
         patch(PeerCopies, "_fetch_file", fetch_file),
         patch(NodeParity, "_add_up", add_up),

@@ -2,8 +2,8 @@
 
 A local folder is locked by the operating system, which releases the lock when its holder ends. On
 other storage the job writes an object and keeps renewing it; another job takes it over only if it
-was not renewed for some time (Gray and Cheriton, "Leases", SOSP 1989), and a job whose object was
-taken over no longer commits.
+was not renewed for some time (Gray and Cheriton, "Leases", SOSP 1989), or its holder ran on the
+same machine and is dead. A job whose object was taken over no longer commits.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import tensorstore as ts
 from unickpt.commit.messages import parse_note
 from unickpt.errors import SaveConflict
 from unickpt.frameworks.process_group import saved_apart
+from unickpt.frameworks.process_states import DEAD, Identity, own_identity, state_of
 from unickpt.storage import errors, paths
 from unickpt.storage.kvstore import KvStore
 from unickpt.storage.local_folders import FileLock
@@ -34,6 +35,9 @@ _RENEW_S = 10.0
 _EXPIRES_S = 40.0
 # For this long, a write that a job began before it lost its lease may still be retried.
 _SETTLES_S = 900.0
+# Of a holder that did not renew another lease for `_EXPIRES_S`, such as that of the other tier.
+_EXPIRES_TOO_S = 15.0
+_silent_programs: set[str] = set()
 # A unique name of this process; two containers may have the same host name and process id.
 _PROGRAM = secrets.token_hex(8)
 
@@ -70,6 +74,7 @@ class _Holder:
     program: str = ""
     session: str = ""
     renewed: float | None = None
+    identity: Identity | None = None
 
     def encode(self) -> bytes:
         return msgspec.json.encode(self)
@@ -86,7 +91,8 @@ class Lease:
     def __init__(self, location: Location, use: Use = SAVES) -> None:
         self._location, self._use = location, use
         session = secrets.token_hex(8)
-        self._holder = _Holder(socket.gethostname(), os.getpid(), _PROGRAM, session)
+        host, identity = socket.gethostname(), own_identity()
+        self._holder = _Holder(host, os.getpid(), _PROGRAM, session, identity=identity)
         self._lease: _Lock | _LeaseObject | None = None
         self._changing = threading.RLock()  # saves, removals and the end of a run run on threads
         self._settled_at = 0.0
@@ -166,7 +172,13 @@ def holder(location: Location) -> str | None:
     owner = parse_note(read.value, _Holder)
     if owner is None or owner.renewed is None:
         return _who("")
-    return _who(read.value) if time.time() - owner.renewed < _EXPIRES_S else None
+    is_visible = time.time() - owner.renewed < _EXPIRES_S and not _is_dead(owner)
+    return _who(read.value) if is_visible else None
+
+
+def _is_dead(owner: _Holder | None) -> bool:
+    """Whether a holder is seen to be dead, on this machine."""
+    return owner is not None and owner.identity is not None and state_of(owner.identity) == DEAD
 
 
 def _who(said: str | bytes) -> str:
@@ -221,13 +233,21 @@ class _LeaseObject:
         """
         before = self._store.read(self._use.name).result()
         was_held = before.state == "value"
-        deadline = time.monotonic() + _EXPIRES_S
+        owner = parse_note(before.value, _Holder)
+        program = "" if owner is None else owner.program
+        wait_s = min(_EXPIRES_S, _EXPIRES_TOO_S) if program in _silent_programs else _EXPIRES_S
+        deadline = time.monotonic() + wait_s
         while before.state == "value" and time.monotonic() < deadline:
+            if _is_dead(owner):
+                break
             time.sleep(_RENEW_S / 4)
             now = self._store.read(self._use.name).result()
             if now.stamp.generation != before.stamp.generation and now.state == "value":
                 raise _conflict(self._location, self._use, now.value.decode(errors="replace"))
             before = now
+        else:
+            if program and before.state == "value":
+                _silent_programs.add(program)
         if not self._write(before.stamp.generation):
             stored = self._store.read(self._use.name).result().value
             raise _conflict(self._location, self._use, stored.decode(errors="replace"))

@@ -45,6 +45,8 @@ class StepFolder:
 
     copies_differ: ClassVar[bool] = False
     """Whether the copies of its steps in the root may have older units than these."""
+    reads_elsewhere: ClassVar[bool] = False
+    """Whether a load that the storage failed may read other copies when it is tried again."""
 
     def __init__(self, root: paths.PathLike) -> None:
         self.location = paths.resolve(root)
@@ -181,6 +183,10 @@ class StepFolder:
             version = self.version(committed[-1])
             if version is not None:  # else it was just removed
                 return committed[-1], version
+
+    def reading_failed(self, step: int, error: StorageError) -> StorageError:
+        """The error that a step cannot be read, which may know more than that of the storage."""
+        return error
 
     def metrics(self, step: int) -> Mapping[str, float]:
         """The metrics that a step was saved with; empty if it has none, or is damaged.

@@ -7,7 +7,13 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from unickpt.errors import CheckpointCorrupt, CheckpointExists, CheckpointNotFound, ProcessFailed
+from unickpt.errors import (
+    CheckpointCorrupt,
+    CheckpointExists,
+    CheckpointNotFound,
+    ProcessFailed,
+    StorageError,
+)
 from unickpt.frameworks.process_group import Group
 from unickpt.loading.loader import load
 from unickpt.quoting import first_few, shortened
@@ -20,7 +26,7 @@ from unickpt.storage.errors import Failed
 from unickpt.storage.locations import Location
 
 _log = logging.getLogger("unickpt")
-_FINE, _DAMAGED, _GONE, _FAILED = range(4)
+_FINE, _DAMAGED, _GONE, _AGAIN, _UNREAD, _FAILED = range(6)
 _TRIES = 50  # to load the newest step while other jobs commit and remove steps
 
 
@@ -109,58 +115,57 @@ class StepLoader:
         return newest
 
     def _try(self, step: int) -> tuple[Any, Exception | None]:
-        """Loads a step from the fastest tier that has it undamaged, or returns the error."""
-        if self._steps.first.copies_differ and self._group.count > 1:
-            return self._try_together(step)
-        damage: list[str] = []
+        """Loads a step from the fastest tier that has it undamaged and can be read, or returns the
+        error. If copies differ, all processes load from the same tier."""
+        damage, unread = list[str](), list[Exception]()
         gone: CheckpointNotFound | None = None
-        try:
-            holders, before = self._steps.holders(step), list[StepFolder]()
-            while holders != before and not damage:  # it may have moved to the other tier
-                for tier in holders:
-                    try:
-                        result = load(tier.path(step), **self._arguments)
-                        self.path = tier.path(step)
-                        if damage:
-                            self._fell_back(step, "; ".join(damage))
-                        return result, None
-                    except CheckpointNotFound as error:
-                        gone = error
-                    except CheckpointCorrupt as error:
-                        _log.warning("%s is damaged: %s", tier.path(step), error)
-                        damage.append(str(error))
-                holders, before = self._steps.holders(step), holders
-        except Exception as error:
-            return None, error
+        for _ in range(2):  # it may have moved to the other tier
+            for tier in self._steps.all:
+                result, error, outcome = self._try_tier(tier, step)
+                if outcome == _AGAIN:
+                    _log.warning("%s: reading it once more: %s", tier.path(step), error)
+                    result, error, outcome = self._try_tier(tier, step)
+                path = tier.path(step)
+                if outcome == _FINE:
+                    self.path = path
+                    if damage or unread:
+                        self._fell_back(step, "; ".join([*damage, *map(str, unread)]))
+                    return result, None
+                if outcome == _GONE:
+                    gone = error if isinstance(error, CheckpointNotFound) else gone
+                    continue
+                error = error or ProcessFailed(f"{path}: another process cannot load it")
+                if outcome == _FAILED:
+                    return None, error
+                if outcome == _DAMAGED:
+                    _log.warning("%s is damaged: %s", path, error)
+                    damage.append(str(error))
+                else:
+                    _log.warning("%s cannot be read: %s", path, error)
+                    unread.append(error)
+            if damage or unread:
+                break
+        if unread:
+            return None, unread[0]
         return None, self._failure(step, damage, gone)
 
-    def _try_together(self, step: int) -> tuple[Any, Exception | None]:
-        """As `_try`, but all processes load from the same tier: another may have older units."""
-        damage = list[str]()
-        for tier in self._steps.all:
-            result, error = self._try_tier(tier, step)
-            outcome = agreed(self._group, _outcome(error, listed=True))
-            if outcome == _FINE:
-                self.path = tier.path(step)
-                if damage:
-                    self._fell_back(step, "; ".join(damage))
-                return result, None
-            elsewhere = f"{tier.path(step)}: another process cannot load it"
-            if outcome == _DAMAGED:
-                damage.append(str(error or elsewhere))
-                _log.warning("%s is damaged: %s", tier.path(step), damage[-1])
-            elif outcome == _FAILED:
-                return None, error or ProcessFailed(elsewhere)
-        return None, self._failure(step, damage, None)
-
-    def _try_tier(self, tier: StepFolder, step: int) -> tuple[Any, Exception | None]:
-        """Loads a step from a tier, or returns the error."""
+    def _try_tier(self, tier: StepFolder, step: int) -> tuple[Any, Exception | None, int]:
+        """Loads a step from a tier; returns the result or the error, and the outcome."""
+        result, outcome = None, _GONE
+        error: Exception | None = None
         try:
-            if tier not in self._steps.holders(step):
-                return None, CheckpointNotFound(f"{tier.path(step)} is not the current version")
-            return load(tier.path(step), **self._arguments), None
-        except Exception as error:
-            return None, error
+            if tier in self._steps.holders(step):
+                result, outcome = load(tier.path(step), **self._arguments), _FINE
+        except StorageError as failure:
+            error = tier.reading_failed(step, failure)
+            outcome = _AGAIN if tier.reads_elsewhere and error is failure else _UNREAD
+        except Exception as failure:
+            error, outcome = failure, _outcome(failure, listed=True)
+        if self._steps.first.copies_differ and self._group.count > 1:
+            if isinstance(error, ProcessFailed):  # that one has another error
+                outcome = _AGAIN
+            outcome = agreed(self._group, outcome)
+        return result, error, outcome
 
     def _failure(
         self, step: int, damage: Sequence[str], gone: CheckpointNotFound | None

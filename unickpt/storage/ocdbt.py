@@ -423,9 +423,9 @@ class _PartResult:
         self._together, self._start = together, start
 
     def result(self) -> ReadyResult | ts.KvStore.ReadResult:
-        """The value; if not all can be read together, it is read alone."""
+        """The value; if the file lacks some of them, it is read alone."""
         reference, first = self._reference, self._reference.offset - self._start
-        with suppress(Failed):
+        with suppress(Damaged):
             read = self._together.result()
             if read.state == "value":
                 return ReadyResult(memoryview(read.value)[first : first + reference.length])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.client
+import re
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -203,3 +204,24 @@ def test_a_thousand_losses_of_units_are_restored(monkeypatch: pytest.MonkeyPatch
                     assert data[: len(expected)] == expected, (case, group)
                     assert not any(data[len(expected) :])
         assert not uncovered or len(gone) > counts[1], case
+
+
+def test_the_manifest_has_only_fields_of_kubernetes() -> None:
+    """As in the reference of core/v1: Volume, HostPathVolumeSource, EnvVar."""
+    text = (Path(__file__).parents[3] / "docs/howto/nodes.md").read_text()
+    yaml: Any = pytest.importorskip("yaml")  # which mkdocs needs
+    (block,) = re.findall(r"```text\n(volumes:.*?)```", text, re.DOTALL)
+    pod = yaml.safe_load(block)
+    assert pod.keys() == {"volumes", "env"}
+    for volume in pod["volumes"]:
+        assert volume.keys() == {"name", "hostPath"}
+        assert re.fullmatch(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?", volume["name"])
+        assert volume["hostPath"].keys() == {"path", "type"}
+        assert volume["hostPath"]["path"].startswith("/")
+        assert volume["hostPath"]["type"] in {"", "DirectoryOrCreate", "Directory"}
+    for variable in pod["env"]:
+        assert variable.keys() == {"name", "valueFrom"}
+        assert variable["valueFrom"].keys() == {"fieldRef"}
+        field = variable["valueFrom"]["fieldRef"]
+        assert field["fieldPath"] in {"status.podIP", "status.hostIP"}
+    assert {variable["name"] for variable in pod["env"]} == {"UNICKPT_NODE_ADDRESS"}
