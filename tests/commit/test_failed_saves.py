@@ -58,6 +58,8 @@ PLACES: list[tuple[Any, str, int, BaseException]] = [
     (DataFile, "add", 25, FULL),
     (data_files._LocalFile, "close", 1, FULL),
     (data_files._LocalFile, "close", 2, KeyboardInterrupt()),
+    (data_files, "_flush", 1, FULL),
+    (data_files, "_flush", 2, KeyboardInterrupt()),
     (codec, "compressed", 1, FULL),
     (codec, "compressed", 25, FULL),
     (codec, "compressed", 25, KeyboardInterrupt()),
@@ -88,7 +90,8 @@ def test_one_process_leaves_nothing(
         unickpt.save(path, {"old": 1})
     before = everything(tmp_path)
     monkeypatch.setattr(module, name, failing_at(calls, error, getattr(module, name)))
-    options = replace(OPTIONS, compression="zstd" if module is codec else None)
+    compression = "zstd" if module is codec else None
+    options = replace(OPTIONS, compression=compression, fsync=name == "_flush")
     with pytest.raises((UnickptError, KeyboardInterrupt)):
         unickpt.save(path, STATE, overwrite=True, options=options)
     assert everything(tmp_path) == before

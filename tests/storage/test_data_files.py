@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from unickpt.storage import data_files, paths
-from unickpt.storage.data_files import DataFile
+from unickpt.storage.data_files import DataFile, Flushes
 from unickpt.storage.errors import Failed
 from unickpt.storage.locations import Location
 
@@ -28,8 +28,10 @@ def location(path: Path | str) -> Location:
     return found
 
 
-def new_file(folder: Location, *, fsync: bool = False) -> DataFile:
-    return data_files.new_file(folder, paths.context(fsync=fsync), 30_000)
+def new_file(folder: Location, flushes: Flushes | None = None) -> DataFile:
+    """A file to be flushed if `flushes` is given."""
+    context = paths.context(fsync=flushes is not None)
+    return data_files.new_file(folder, context, flushes or Flushes(), 30_000)
 
 
 def add(file: DataFile, value: bytes, cuts: int = 0) -> bytes:
@@ -73,23 +75,80 @@ def test_values_are_where_they_are_said_to_be(
         assert told[1] == sum(map(len, large))
 
 
-def test_a_file_is_flushed_if_that_is_asked(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    flushed: list[str] = []
+@pytest.fixture
+def flushed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The files that were flushed, by their paths."""
+    paths_flushed: list[str] = []
     real = os.fsync
 
     def fsync(handle: int) -> None:
-        flushed.append(os.path.relpath(os.readlink(f"/proc/self/fd/{handle}"), tmp_path))
+        paths_flushed.append(os.path.relpath(os.readlink(f"/proc/self/fd/{handle}"), tmp_path))
         real(handle)
 
     monkeypatch.setattr(os, "fsync", fsync)
-    for durable in True, False:
-        file = new_file(location(tmp_path), fsync=durable)
-        add(file, b"1" * 300)
-        file.close()
-        assert flushed == ([file.path] if durable else [])
+    return paths_flushed
+
+
+def open_handles() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_a_file_is_flushed_after_others_if_that_is_asked(
+    tmp_path: Path, flushed: list[str]
+) -> None:
+    before, flushes = open_handles(), Flushes()
+    for asked in flushes, None:
+        files = [new_file(location(tmp_path), asked) for _ in range(3)]
+        for file in files:
+            add(file, b"1" * 300)
+            file.close()
+        assert flushed == []
+        for flush in flushes.take():
+            flush()
+        assert flushed == ([file.path for file in files] if asked else [])
         flushed.clear()
+    assert open_handles() == before
+
+
+def test_few_files_wait_for_their_flush(
+    tmp_path: Path, flushed: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(data_files, "_MOST_UNFLUSHED", 3)
+    monkeypatch.setattr(data_files, "_MOST_UNFLUSHED_BYTES", 100_000)
+    with Flushes() as flushes:
+        files = [new_file(location(tmp_path), flushes) for _ in range(6)]
+        for file, size, waiting in zip(
+            files, (300, 300, 300, 300, 200_000, 300), (1, 2, 3, 3, 0, 1), strict=True
+        ):
+            add(file, b"1" * size)
+            file.close()
+            assert len(flushed) == files.index(file) + 1 - waiting
+    assert flushed == [file.path for file in files[:5]]  # a failed save needs no flush
+
+
+def test_no_file_stays_open_if_a_flush_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = open_handles()
+
+    def fsync(handle: int) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    def write(flushes: Flushes) -> None:
+        for _ in range(4):
+            file = new_file(location(tmp_path), flushes)
+            add(file, b"1" * 300)
+            file.close()
+        for flush in flushes.take():
+            flush()
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    with pytest.raises(Failed, match=r"cannot flush .*/d/"), Flushes() as flushes:
+        write(flushes)
+    monkeypatch.setattr(data_files, "_MOST_UNFLUSHED", 2)
+    with pytest.raises(Failed, match=r"cannot flush .*/d/"), Flushes() as flushes:
+        write(flushes)
+    assert open_handles() == before
 
 
 class View:
@@ -143,7 +202,7 @@ def test_the_disk_begins_before_the_flush(
     monkeypatch.setattr(data_files, "_SEND_BYTES", 100_000)
     for durable in True, False:
         context = paths.context(fsync=durable)
-        file = data_files.new_file(location(tmp_path), context, piece)
+        file = data_files.new_file(location(tmp_path), context, Flushes(), piece)
         for size in (250_000, 70_000, 60_000):
             add(file, b"1" * size)
         file.close()
@@ -151,7 +210,7 @@ def test_the_disk_begins_before_the_flush(
         assert len(begun) > 1 or not durable
         begun.clear()
     monkeypatch.delattr(os, "posix_fadvise")  # as on macOS
-    file = new_file(location(tmp_path), fsync=True)
+    file = new_file(location(tmp_path), Flushes())
     add(file, b"1" * 200_000)
     file.close()
 

@@ -27,7 +27,7 @@ from unickpt.references.chunks import Compared, ValuePlaces, WriteItem
 from unickpt.saving.describe import Description
 from unickpt.saving.write_plan import ChunkSource, StagedChunk
 from unickpt.storage import data_files
-from unickpt.storage.data_files import DataFile
+from unickpt.storage.data_files import DataFile, Flushes
 from unickpt.storage.locations import Location
 from unickpt.threads import Pool, Window, in_batches
 
@@ -88,6 +88,7 @@ class ChunkWriter:
         self._base = base
         self.location, self._folder = attempt.location, attempt.own
         self.is_local = self._folder.is_local
+        self._flushes = Flushes()
         self._copies = 0 if self.is_local else 2
         """How many copies of an object are in memory while it is written."""
         self.observers = observers
@@ -215,11 +216,15 @@ class ChunkWriter:
             # So little is not worth starting a thread.
             chunks = [self._fetch(item) for item in batches[0]]
             work = _Batch(self, done, rows, batches[0], chunks, values, base)
-            work.write()
+            with self._flushes as flushes:
+                work.write()
+                for flush in flushes.take():
+                    flush()
             self._count(work)
             meanwhile()
             return done
-        with Pool(threads, background=self._source.background) as pool, self._stopping():
+        pool = Pool(threads, background=self._source.background)
+        with self._flushes as flushes, pool, self._stopping():
             for batch in batches:
                 while not self._source.ready(batch) and window.wait_oldest():
                     pass  # the chunks staged next may need the memory that this releases
@@ -238,6 +243,8 @@ class ChunkWriter:
                     looked = time.monotonic()
             meanwhile()
             window.drain()
+            for flushed in [pool.submit(flush) for flush in flushes.take()]:
+                self._await(flushed)
         return done
 
     def _fetch(self, item: WriteItem) -> StagedChunk:
@@ -293,7 +300,7 @@ class ChunkWriter:
     def new_file(self) -> DataFile:
         """A file for a batch."""
         piece = _BACKGROUND_PIECE if self._source.background else data_files.PIECE_BYTES
-        file = data_files.new_file(self._folder, self._attempt.context, piece)
+        file = data_files.new_file(self._folder, self._attempt.context, self._flushes, piece)
         file.views = [observer.begin() for observer in self.observers]
         return file
 
@@ -309,11 +316,14 @@ class ChunkWriter:
         return codec.encode(item.entry, item.part, chunk)
 
     def _end_batch(self, written: Future[None], batch: _Batch) -> None:
+        self._await(written)
+        self._count(batch)
+        self.tell()
+
+    def _await(self, written: Future[None]) -> None:
         while self._progress is not None and not wait([written], _TELL_EVERY_S).done:
             self.tell()  # a slow disk, or a large chunk, takes longer
         written.result()
-        self._count(batch)
-        self.tell()
 
     def _count(self, batch: _Batch) -> None:
         """Counts written bytes, and releases their memory."""
