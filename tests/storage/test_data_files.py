@@ -28,10 +28,8 @@ def location(path: Path | str) -> Location:
     return found
 
 
-def new_file(folder: Location, flushes: Flushes | None = None) -> DataFile:
-    """A file to be flushed if `flushes` is given."""
-    context = paths.context(fsync=flushes is not None)
-    return data_files.new_file(folder, context, flushes or Flushes(), 30_000)
+def new_file(folder: Location, flushes: Flushes | None = None, *, fsync: bool = False) -> DataFile:
+    return data_files.new_file(folder, paths.context(fsync=fsync), 30_000, flushes)
 
 
 def add(file: DataFile, value: bytes, cuts: int = 0) -> bytes:
@@ -97,17 +95,24 @@ def test_a_file_is_flushed_after_others_if_that_is_asked(
     tmp_path: Path, flushed: list[str]
 ) -> None:
     before, flushes = open_handles(), Flushes()
-    for asked in flushes, None:
-        files = [new_file(location(tmp_path), asked) for _ in range(3)]
+    for durable in True, False:
+        files = [new_file(location(tmp_path), flushes, fsync=durable) for _ in range(3)]
         for file in files:
             add(file, b"1" * 300)
             file.close()
         assert flushed == []
         for flush in flushes.take():
             flush()
-        assert flushed == ([file.path for file in files] if asked else [])
+        assert flushed == ([file.path for file in files] if durable else [])
         flushed.clear()
     assert open_handles() == before
+
+
+def test_a_single_file_is_flushed_when_it_is_closed(tmp_path: Path, flushed: list[str]) -> None:
+    file = new_file(location(tmp_path), fsync=True)
+    add(file, b"1" * 300)
+    file.close()
+    assert flushed == [file.path]
 
 
 def test_few_files_wait_for_their_flush(
@@ -116,7 +121,7 @@ def test_few_files_wait_for_their_flush(
     monkeypatch.setattr(data_files, "_MOST_UNFLUSHED", 3)
     monkeypatch.setattr(data_files, "_MOST_UNFLUSHED_BYTES", 100_000)
     with Flushes() as flushes:
-        files = [new_file(location(tmp_path), flushes) for _ in range(6)]
+        files = [new_file(location(tmp_path), flushes, fsync=True) for _ in range(6)]
         for file, size, waiting in zip(
             files, (300, 300, 300, 300, 200_000, 300), (1, 2, 3, 3, 0, 1), strict=True
         ):
@@ -136,7 +141,7 @@ def test_no_file_stays_open_if_a_flush_fails(
 
     def write(flushes: Flushes) -> None:
         for _ in range(4):
-            file = new_file(location(tmp_path), flushes)
+            file = new_file(location(tmp_path), flushes, fsync=True)
             add(file, b"1" * 300)
             file.close()
         for flush in flushes.take():
@@ -202,7 +207,7 @@ def test_the_disk_begins_before_the_flush(
     monkeypatch.setattr(data_files, "_SEND_BYTES", 100_000)
     for durable in True, False:
         context = paths.context(fsync=durable)
-        file = data_files.new_file(location(tmp_path), context, Flushes(), piece)
+        file = data_files.new_file(location(tmp_path), context, piece)
         for size in (250_000, 70_000, 60_000):
             add(file, b"1" * size)
         file.close()
@@ -210,7 +215,7 @@ def test_the_disk_begins_before_the_flush(
         assert len(begun) > 1 or not durable
         begun.clear()
     monkeypatch.delattr(os, "posix_fadvise")  # as on macOS
-    file = new_file(location(tmp_path), Flushes())
+    file = new_file(location(tmp_path), fsync=True)
     add(file, b"1" * 200_000)
     file.close()
 

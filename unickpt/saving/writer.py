@@ -88,7 +88,7 @@ class ChunkWriter:
         self._base = base
         self.location, self._folder = attempt.location, attempt.own
         self.is_local = self._folder.is_local
-        self._flushes = Flushes()
+        self._flushes: Flushes | None = None
         self._copies = 0 if self.is_local else 2
         """How many copies of an object are in memory while it is written."""
         self.observers = observers
@@ -214,17 +214,16 @@ class ChunkWriter:
         ] or ([[]] if values else [])
         if len(batches) == 1 and self._progress is None and not self._source.background:
             # So little is not worth starting a thread.
+            self._flushes = None
             chunks = [self._fetch(item) for item in batches[0]]
             work = _Batch(self, done, rows, batches[0], chunks, values, base)
-            with self._flushes as flushes:
-                work.write()
-                for flush in flushes.take():
-                    flush()
+            work.write()
             self._count(work)
             meanwhile()
             return done
         pool = Pool(threads, background=self._source.background)
-        with self._flushes as flushes, pool, self._stopping():
+        with Flushes() as flushes, pool, self._stopping():
+            self._flushes = flushes
             for batch in batches:
                 while not self._source.ready(batch) and window.wait_oldest():
                     pass  # the chunks staged next may need the memory that this releases
@@ -300,7 +299,7 @@ class ChunkWriter:
     def new_file(self) -> DataFile:
         """A file for a batch."""
         piece = _BACKGROUND_PIECE if self._source.background else data_files.PIECE_BYTES
-        file = data_files.new_file(self._folder, self._attempt.context, self._flushes, piece)
+        file = data_files.new_file(self._folder, self._attempt.context, piece, self._flushes)
         file.views = [observer.begin() for observer in self.observers]
         return file
 

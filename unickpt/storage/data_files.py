@@ -178,30 +178,35 @@ def _flush(handle: int, path: str) -> None:
 
 
 def new_file(
-    folder: Location, context: ts.Context, flushes: Flushes, piece_bytes: int = PIECE_BYTES
+    folder: Location,
+    context: ts.Context,
+    piece_bytes: int = PIECE_BYTES,
+    flushes: Flushes | None = None,
 ) -> DataFile:
     """A new data file.
 
     Arguments:
         folder: of the process; the folder for data files in it exists.
         context: of the save; determines whether local files are flushed to the disk.
-        flushes: where a local file is put to be flushed.
         piece_bytes: how much of a local file is hashed and written at once.
+        flushes: where a closed local file is put to be flushed; without, it is flushed at once.
     """
     files = folder.regular_files()
     if files is None:
         return _Object(folder.store(context))
-    return _LocalFile(files.folder, piece_bytes, flushes if paths.is_durable(context) else None)
+    return _LocalFile(files.folder, piece_bytes, flushes, fsync=paths.is_durable(context))
 
 
 class _LocalFile(DataFile):
     is_streamed = True
 
-    def __init__(self, folder: str, piece_bytes: int, flushes: Flushes | None) -> None:
+    def __init__(
+        self, folder: str, piece_bytes: int, flushes: Flushes | None, *, fsync: bool
+    ) -> None:
         super().__init__()
         self.path = f"{FOLDER}/{os.urandom(16).hex()}"
         self._at, self._most, self._flushes = folder + self.path, piece_bytes, flushes
-        self._handle = -1
+        self._fsync, self._handle = fsync, -1
         self._waiting: list[memoryview] = []  # small values, to be written together
         self._waiting_bytes = 0
         self._written = self._sent = 0  # bytes that the system has, and that it sends to the disk
@@ -213,8 +218,10 @@ class _LocalFile(DataFile):
             self._complete()
             if self._handle >= 0:
                 handle, self._handle = self._handle, -1
-                if self._flushes is not None:
+                if self._fsync and self._flushes is not None:
                     self._flushes.add(handle, self._at, self._written)
+                elif self._fsync:
+                    _flush(handle, self._at)
                 else:
                     with system_calls("close", self._at):
                         os.close(handle)
@@ -275,7 +282,7 @@ class _LocalFile(DataFile):
     def _send(self) -> None:
         """Lets the disk begin with what the system has; else it would be idle until the flush."""
         start, self._sent = self._sent, self._written
-        if self._flushes is not None:
+        if self._fsync:
             begin_flush(self._handle, start, self._sent - start)
 
 
