@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from operator import attrgetter
@@ -222,8 +222,9 @@ class ChunkWriter:
             meanwhile()
             return done
         pool = Pool(threads, background=self._source.background)
-        with Flushes() as flushes, pool, self._stopping():
-            self._flushes = flushes
+        flushes = Flushes() if self.is_local and self._attempt.is_durable else None
+        self._flushes = flushes
+        with flushes or nullcontext(), pool, self._stopping():
             for batch in batches:
                 while not self._source.ready(batch) and window.wait_oldest():
                     pass  # the chunks staged next may need the memory that this releases
@@ -235,15 +236,15 @@ class ChunkWriter:
                 work = _Batch(self, done, batch_rows, batch, chunks, batch_values, base)
                 memory_bytes = sum(map(_NBYTES, chunks)) + self._copies * size
                 written = pool.submit(work.write)
-                window.add(memory_bytes, partial(self._end_batch, written, work))
+                window.add(memory_bytes, partial(self._end, written, work))
                 first += len(batch)
                 if time.monotonic() - looked > _LOOK_EVERY_S:
                     self._attempt.check_others()
                     looked = time.monotonic()
             meanwhile()
             window.drain()
-            for flushed in [pool.submit(flush) for flush in flushes.take()]:
-                self._await(flushed)
+            for flushed in [pool.submit(flush) for flush in flushes.take()] if flushes else ():
+                self._end(flushed)
         return done
 
     def _fetch(self, item: WriteItem) -> StagedChunk:
@@ -314,15 +315,14 @@ class ChunkWriter:
             return self._encoder.encode(item.array, item.entry, item.part, chunk)
         return codec.encode(item.entry, item.part, chunk)
 
-    def _end_batch(self, written: Future[None], batch: _Batch) -> None:
-        self._await(written)
-        self._count(batch)
-        self.tell()
-
-    def _await(self, written: Future[None]) -> None:
-        while self._progress is not None and not wait([written], _TELL_EVERY_S).done:
+    def _end(self, done: Future[None], batch: _Batch | None = None) -> None:
+        """Waits until a batch is written, or a file flushed."""
+        while self._progress is not None and not wait([done], _TELL_EVERY_S).done:
             self.tell()  # a slow disk, or a large chunk, takes longer
-        written.result()
+        done.result()
+        if batch is not None:
+            self._count(batch)
+        self.tell()
 
     def _count(self, batch: _Batch) -> None:
         """Counts written bytes, and releases their memory."""
