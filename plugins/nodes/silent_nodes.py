@@ -48,13 +48,13 @@ class SilentNodes:
         """
         by_url = {member.url: member for member in members}
         old = time.monotonic() - (0.0 if again else _KNOWN_S)
-        asked = [url for url in by_url if self._seen.get(url, (-1.0, ""))[0] < old]
-        if asked:
-            with_threads = ThreadPoolExecutor(min(len(asked), _AT_ONCE), "unickpt asks nodes")
-            answers = {url: with_threads.submit(_why_silent, by_url[url]) for url in asked}
-            rounds = -(-len(asked) // _AT_ONCE)
+        urls = [url for url in by_url if self._seen.get(url, (-1.0, ""))[0] < old]
+        if urls:
+            pool = ThreadPoolExecutor(min(len(urls), _AT_ONCE), "unickpt asks nodes")
+            answers = {url: pool.submit(_why_silent, by_url[url]) for url in urls}
+            rounds = -(-len(urls) // _AT_ONCE)
             wait(answers.values(), _ANSWERS_S * rounds + 1.0)
-            with_threads.shutdown(wait=False, cancel_futures=True)
+            pool.shutdown(wait=False, cancel_futures=True)
             for url, answer in answers.items():
                 reason = answer.result() if answer.done() else "no answer in time"
                 if reason and not self._seen.get(url, (0.0, ""))[1]:

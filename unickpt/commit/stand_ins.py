@@ -45,8 +45,8 @@ def records_of(
     reports = waits.reports
     if not all(process in reports and _is_replaceable(process, waits, own_s) for process in late):
         return {}
-    others = [process for process in range(attempt.group.count) if process not in late]
-    records = attempt.notes.records(others, OK)
+    arrived = [process for process in range(attempt.group.count) if process not in late]
+    records = attempt.notes.records(arrived, OK)
     if any(_contributes_more(record) for _, record in records):
         return {}
     descriptions = {record.description for _, record in records}
