@@ -344,10 +344,14 @@ def prepare(stored: Reader, job: Job, verify: bool) -> tuple[dict[str, list[Arra
     """
     for entry in job.entries:
         stored.check_backed(entry)
-    buffers = {
-        name: [buffer_of(stored, name, target, i) for i in range(len(target.boxes))]
-        for name, target in job.targets.items()
-    }
+    buffers = dict[str, list[Array]]()
+    first = dict[Hashable, list[Array]]()  # of targets that share memory
+    for name, target in job.targets.items():
+        shared = None if target.identity is None else first.get(target.identity)
+        if shared is None:
+            shared = [buffer_of(stored, name, target, i) for i in range(len(target.boxes))]
+            first[target.identity] = shared
+        buffers[name] = [*shared]
     for buffer in chain.from_iterable(buffers.values()):
         prefer_huge_pages(buffer)
     slots = slots_of(job)
