@@ -17,7 +17,6 @@ class NodeSteps(StepFolder):
     """
 
     copies_differ = True
-    reads_elsewhere = True
 
     def __init__(self, nodes: Nodes) -> None:
         super().__init__(nodes.location)  # type: ignore[arg-type]

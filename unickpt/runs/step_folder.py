@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from typing import ClassVar
+from typing import ClassVar, Protocol, runtime_checkable
 
 from unickpt.commit import borrowers, version
 from unickpt.commit.lease import Lease
@@ -36,6 +36,14 @@ PROBE = ".unickpt-"
 _NAME = re.compile(r"step_(0|[1-9][0-9]{0,17})")
 
 
+@runtime_checkable
+class ReadsElsewhere(Protocol):
+    """A folder of steps whose load, when it is tried again, may read other copies."""
+
+    def reading_failed(self, step: int, error: StorageError) -> StorageError:
+        """The error that a step cannot be read: that of the storage, if trying again may help."""
+
+
 class StepFolder:
     """The steps in a folder of any storage, and the lease on it.
 
@@ -45,8 +53,6 @@ class StepFolder:
 
     copies_differ: ClassVar[bool] = False
     """Whether the copies of its steps in the root may have older units than these."""
-    reads_elsewhere: ClassVar[bool] = False
-    """Whether a load that the storage failed may read other copies when it is tried again."""
 
     def __init__(self, root: paths.PathLike) -> None:
         self.location = paths.resolve(root)
@@ -183,10 +189,6 @@ class StepFolder:
             version = self.version(committed[-1])
             if version is not None:  # else it was just removed
                 return committed[-1], version
-
-    def reading_failed(self, step: int, error: StorageError) -> StorageError:
-        """The error that a step cannot be read, which may know more than that of the storage."""
-        return error
 
     def metrics(self, step: int) -> Mapping[str, float]:
         """The metrics that a step was saved with; empty if it has none, or is damaged.

@@ -20,7 +20,7 @@ from unickpt.quoting import first_few, shortened
 from unickpt.runs.current_steps import Steps
 from unickpt.runs.removal import agreed
 from unickpt.runs.run_events import RunEvents
-from unickpt.runs.step_folder import StepFolder
+from unickpt.runs.step_folder import ReadsElsewhere, StepFolder
 from unickpt.storage import paths
 from unickpt.storage.errors import Failed
 from unickpt.storage.locations import Location
@@ -157,8 +157,10 @@ class StepLoader:
             if tier in self._steps.holders(step):
                 result, outcome = load(tier.path(step), **self._arguments), _FINE
         except StorageError as failure:
-            error = tier.reading_failed(step, failure)
-            outcome = _AGAIN if tier.reads_elsewhere and error is failure else _UNREAD
+            error, outcome = failure, _UNREAD
+            if isinstance(tier, ReadsElsewhere):
+                error = tier.reading_failed(step, failure)
+                outcome = _AGAIN if error is failure else _UNREAD
         except Exception as failure:
             error, outcome = failure, _outcome(failure, listed=True)
         if self._steps.first.copies_differ and self._group.count > 1:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import secrets
@@ -222,7 +223,7 @@ def test_in_the_background_with_little_memory(tmp_path: Path) -> None:
     options = SaveOptions(compression="auto", chunk_bytes=CHUNK, fsync=False, budget_bytes=4 << 20)
     for staging in ("auto", "copy", "reference"):
         path = tmp_path / staging
-        given = SaveOptions(**{**vars(options), "staging": staging})
+        given = dataclasses.replace(options, staging=staging)
         report = unickpt.save_async(path, tree, options=given).result()
         assert report.saved_bytes > 0.15 * report.bytes
         is_whole(path, tree)

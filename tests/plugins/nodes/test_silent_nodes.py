@@ -13,7 +13,8 @@ from support.processes import Processes
 from test_nodes import Cluster
 
 FAULTS = ["silent", "refuses", "garbage", "vanishes"]
-SOON_S = {"vanishes": 45.0}
+SOON_S = 100.0
+"""Seconds here, where few cores are busy; TensorStore tries for minutes."""
 
 
 @pytest.fixture
@@ -21,9 +22,9 @@ def cluster(processes: Processes, tmp_path: Path) -> Cluster:
     return Cluster(processes, tmp_path)
 
 
-def check_soon(outputs: list[str], fault: str) -> None:
+def check_soon(outputs: list[str]) -> None:
     seconds = [float(text.split("seconds")[1].split()[0]) for text in outputs]
-    assert max(seconds) < SOON_S.get(fault, 12.0), seconds
+    assert max(seconds) < SOON_S, seconds
 
 
 @pytest.mark.integration
@@ -32,7 +33,7 @@ def test_the_root_is_read_in_the_place_of_a_node(fault: str, cluster: Cluster) -
     cluster.run(["a", "b"], save=2)
     assert cluster.in_root() == [0, 1]
     outputs = cluster.run(["b", "a"], load=1, then="stop", fault=fault)
-    check_soon(outputs, fault)
+    check_soon(outputs)
 
 
 @pytest.mark.integration
@@ -42,7 +43,7 @@ def test_a_copy_is_read_in_the_place_of_a_node(fault: str, cluster: Cluster) -> 
     cluster.run(["a", "b", "c"], save=2, then="stop", waits=1, **settings)
     assert cluster.in_root() == []
     outputs = cluster.run(["c", "a", "b"], load=1, then="stop", fault=fault, **settings)
-    check_soon(outputs, fault)
+    check_soon(outputs)
 
 
 @pytest.mark.integration
@@ -50,7 +51,7 @@ def test_a_copy_is_read_in_the_place_of_a_node(fault: str, cluster: Cluster) -> 
 def test_a_node_that_alone_has_files_is_named(fault: str, cluster: Cluster) -> None:
     cluster.run(["a", "b"], save=1, then="stop", arguments={"upload_every": 99})
     outputs = cluster.run(["b", "a"], error="has the files of processes", fault=fault)
-    check_soon(outputs, fault)
+    check_soon(outputs)
 
 
 @pytest.mark.integration
