@@ -59,4 +59,4 @@ def test_files_of_a_node_that_does_not_answer_are_restored_from_sums(cluster: Cl
     settings: Any = {"arguments": {"upload_every": 99}, "options": {"parity": (8, 1)}}
     cluster.run(["a", "b", "c"], save=2, then="stop", waits=1, **settings)
     text = cluster.run(["c", "a", "b"], load=1, then="stop", early_fault="silent", **settings)
-    check_soon(text, "silent")
+    check_soon(text)
