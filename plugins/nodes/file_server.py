@@ -35,7 +35,6 @@ class FileServer:
     """
 
     def __init__(self, folder: str) -> None:
-        self._folder = folder
         self._token = secrets.token_urlsafe(24)
         handler = _handler(folder, f"/{self._token}/")
         self._server = _Server(("", 0), handler)

@@ -15,10 +15,11 @@ from unickpt.plugins.nodes.node_folder import NODE_FILE
 
 _log = logging.getLogger("unickpt")
 _ANSWERS_S, _KNOWN_S, _AT_ONCE = 3.0, 10.0, 32
-# TensorStore's requests have no other timeouts. It reads these when it makes the first one.
+# TensorStore's requests have no other timeouts, those to S3 neither, which is slower to answer than
+# a node. It reads these when it makes the first one.
 _TIMEOUTS = {
     "CONNECT_TIMEOUT_SECONDS": "5",
-    "LOW_SPEED_TIME_SECONDS": "6",
+    "LOW_SPEED_TIME_SECONDS": "10",
     "LOW_SPEED_LIMIT_BYTES": "1",
 }
 

@@ -16,7 +16,7 @@ import pytest
 from support import TESTS
 from support.forks import Forks
 from support.processes import Processes
-from support.saving import in_job, numbers, same, session
+from support.saving import in_job, numbers, same, save_in_job, session
 
 import unickpt
 from unickpt import ProcessGroup, SaveOptions
@@ -188,12 +188,12 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @contextmanager
-def slow(process: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    """A process that does not begin to write until the event is set."""
+def slow(processes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Processes that do not begin to write until the event is set."""
     may_write, real = threading.Event(), writer.ChunkWriter.write_all
 
     def write_all(self: writer.ChunkWriter, items: Any) -> Any:
-        if self._attempt.group.index == process:
+        if self._attempt.group.index in processes:
             assert may_write.wait(SECONDS)
         return real(self, items)
 
@@ -205,16 +205,16 @@ def slow(process: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Ev
 
 
 def saved_without(
-    process: int,
+    process: int | tuple[int, ...],
     path: Path,
     tree: Callable[[ProcessGroup], Any],
     monkeypatch: pytest.MonkeyPatch,
     **options: Any,
 ) -> bool:
-    """Whether a job of three has a checkpoint before one of them writes; all save it anyway."""
+    """Whether a job of three has a checkpoint before some of them write; all save it anyway."""
     ended = threading.Event()
-
-    with slow(process, monkeypatch) as may_write:
+    processes = (process,) if isinstance(process, int) else process
+    with slow(processes, monkeypatch) as may_write:
 
         def release() -> None:
             deadline = time.monotonic() + 1.5
@@ -256,11 +256,39 @@ def test_others_write_for_a_process_that_is_far_too_slow(
 
 @pytest.mark.integration
 @pytest.mark.usefixtures("quick")
-def test_several_at_once_and_process_0_never(
+def test_others_write_for_several_processes_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    assert saved_without((1, 2), tmp_path / "c", lambda group: numbers(1), monkeypatch)
+    assert same(unickpt.load(tmp_path / "c"), numbers(1))
+
+
+@pytest.mark.integration
+@pytest.mark.usefixtures("quick")
+def test_process_0_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not saved_without(0, tmp_path / "c", lambda group: numbers(1), monkeypatch)
     assert same(unickpt.load(tmp_path / "c"), numbers(1))
+
+
+@pytest.mark.plugins
+@pytest.mark.integration
+@pytest.mark.usefixtures("quick")
+def test_it_takes_part_in_what_follows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Later saves reuse chunks of such a checkpoint, and replace it."""
+    path, base = tmp_path / "c", tmp_path / "base"
+    assert saved_without(1, base, lambda group: numbers(1), monkeypatch)
+    changed = {**numbers(1), "small": np.arange(5)}
+    reports = in_job(
+        3,
+        lambda group: unickpt.save(
+            path, changed, options=SaveOptions(group=group, base=base, chunk_bytes=4096)
+        ),
+    )
+    assert sum(report.reused_bytes for report in reports) > 0.9 * changed["large"].nbytes
+    assert same(unickpt.load(path), changed)
+    save_in_job(base, 3, lambda index: numbers(2), overwrite=True)
+    assert same(unickpt.load(base), numbers(2))
+    assert unickpt.verify(path).ok, "the chunks that it uses stay"
 
 
 def only_there(group: ProcessGroup) -> Any:

@@ -59,10 +59,10 @@ def _whole(data: bytes) -> bytes:
     return b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%b" % (len(data), data)
 
 
-def replace(server: Any, kind: str) -> None:
-    """Puts another program in the place of a `FileServer`, which has served nothing yet."""
+def replace(server: Any, folder: str, kind: str) -> None:
+    """Puts another program in the place of the `FileServer` of a folder, which has served nothing
+    yet."""
     port = server._server.server_address[1]
-    folder = server._folder
     server.close()
     if kind != "refuses":
         with open(f"{folder}.node") as file:
@@ -75,6 +75,6 @@ def replace_early(kind: str) -> None:
 
     def started(self: Any, folder: str) -> None:
         start(self, folder)
-        replace(self, kind)
+        replace(self, folder, kind)
 
     file_server.FileServer.__init__ = started  # type: ignore[method-assign]

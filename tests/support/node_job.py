@@ -140,7 +140,8 @@ def run(kind: str, root: str, folders: list[str], order: dict[str, Any]) -> None
     )
     if "fault" in order:
         if side.rank == 1:
-            faulty_node.replace(checkpointer._steps.first._nodes.server, order["fault"])
+            nodes = checkpointer._steps.first._nodes
+            faulty_node.replace(nodes.server, nodes.folder.path, order["fault"])
         side.barrier()
     if "error" in order:
         check_error(side, checkpointer, order["error"])

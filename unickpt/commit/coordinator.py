@@ -92,14 +92,16 @@ class Coordinator:
             SaveConflict: another job committed at this path.
         """
         attempt = self.attempt
-        records = self._records(may_replace=True)
         try:
+            records = self._records(may_replace=True)
             merged = self._merge({digest: index}, records)
         except StillNeeded:
+            self._replaced = {}
             records = self._records()
             merged = self._merge({digest: index}, records)
         took = dict[str, bytes]()
         if attempt.arrivals is not None:
+            attempt.arrivals.looked(())  # nobody is awaited any more
             took = attempt.arrivals.encode([record.statistics for _, record in records])
         if merged.index.bases:
             from unickpt.commit import borrowers
@@ -128,6 +130,7 @@ class Coordinator:
 
         Raises:
             SaveConflict: a process found another checkpoint here.
+            StillNeeded: a process makes no progress, and others cannot write its part.
         """
         attempt = self.attempt
         if not attempt.is_alone:
@@ -143,7 +146,7 @@ class Coordinator:
         return [(0, attempt.record)]
 
     def _collect(self, processes: Sequence[int], kind: str, may_replace: bool = False) -> Records:
-        """The records of some processes, when all are there.
+        """The records of some processes, when all are there; empty ones of those that are replaced.
 
         Arguments:
             processes, kind: of the records.
@@ -152,18 +155,19 @@ class Coordinator:
         from unickpt.commit.awaited_processes import Waits  # only where there are others
 
         attempt, late, waits = self.attempt, list(processes), Waits(self.attempt)
-        own_s, replaced = attempt.seconds, dict[int, Record]()
+        own_s = attempt.seconds
 
         def all_there(notes: set[str]) -> bool:
             late[:] = attempt.notes.late(processes, kind)
+            is_over = not late
             if may_replace and late and waits.reports:
                 from unickpt.commit import stand_ins
 
-                replaced.update(stand_ins.records_of(attempt, waits, late, own_s))
+                is_over = stand_ins.are_replaceable(late, waits, own_s)
             if attempt.arrivals is not None:
-                attempt.arrivals.looked(() if replaced else late)
-            if replaced or not late:
-                attempt.awaits_records = False
+                attempt.arrivals.looked(late)
+            attempt.awaits_records = not is_over
+            if is_over:
                 return True
             if attempt.group.index in late:
                 raise _files_gone(self._location)
@@ -172,10 +176,14 @@ class Coordinator:
             return False
 
         waits.until(all_there, processes, kind, late)
-        if kind == OK:
-            self._replaced = replaced
-        records = attempt.notes.records([p for p in processes if p not in replaced], kind)
-        return sorted([*records, *replaced.items()], key=itemgetter(0))
+        records = attempt.notes.records([p for p in processes if p not in late], kind)
+        if not late:
+            return records
+        from unickpt.commit import stand_ins
+
+        reports = {process: waits.reports[process] for process in late}
+        self._replaced = stand_ins.records_of(reports, records, attempt.digest_found)
+        return sorted([*records, *self._replaced.items()], key=itemgetter(0))
 
     def _merge(self, indexes: Mapping[int, Index], records: Records) -> Merged:
         attempt, described = self.attempt, indexes

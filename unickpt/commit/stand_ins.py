@@ -11,12 +11,12 @@ The process may go on at any moment, and finds a commit that does not need it.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-from unickpt.commit.attempt import Attempt
 from unickpt.commit.awaited_processes import Waits
-from unickpt.commit.messages import NO_CHUNKS, OK, Record
-from unickpt.commit.progress_reports import WRITE
+from unickpt.commit.merge import StillNeeded
+from unickpt.commit.messages import NO_CHUNKS, Record, Records
+from unickpt.commit.progress_reports import WRITE, Report
 from unickpt.quoting import first_few
 from unickpt.storage.locations import Location
 
@@ -30,37 +30,39 @@ _STOPPED_LOOKS = 2
 """A process is replaced if it is stopped at so many looks: profilers stop one for a moment, too."""
 
 
-def records_of(
-    attempt: Attempt, waits: Waits, late: Sequence[int], own_s: float
-) -> dict[int, Record]:
-    """The empty records of the processes for which others shall write; none if one of those that
-    are late is still needed.
+def are_replaceable(late: Sequence[int], waits: Waits, own_s: float) -> bool:
+    """Whether all processes that are late make no progress, and what they have is known.
 
     Arguments:
-        attempt: in which they save.
-        waits: has looked at them.
         late: the processes whose records are missing.
+        waits: has looked at them.
         own_s: seconds that process 0 took for its own part.
     """
-    reports = waits.reports
-    if not all(process in reports and _is_replaceable(process, waits, own_s) for process in late):
-        return {}
-    arrived = [process for process in range(attempt.group.count) if process not in late]
-    records = attempt.notes.records(arrived, OK)
-    if any(_contributes_more(record) for _, record in records):
-        return {}
+    return all(p in waits.reports and _is_replaceable(p, waits, own_s) for p in late)
+
+
+def records_of(
+    reports: Mapping[int, Report], records: Records, digest_found: str
+) -> dict[int, Record]:
+    """The empty records of the processes for which others shall write.
+
+    Arguments:
+        reports: of these processes.
+        records: of the others.
+        digest_found: of the root that process 0 found.
+
+    Raises:
+        StillNeeded: one of them may have something that no other has.
+    """
     descriptions = {record.description for _, record in records}
-    if any(reports[process].description not in descriptions for process in late):
-        return {}
+    if any(report.description not in descriptions for report in reports.values()):
+        raise StillNeeded
+    if any(_contributes_more(record) for _, record in records):
+        raise StillNeeded
     statistics = {"bytes": 0, "chunks": 0}
     return {
-        process: Record(
-            reports[process].description,
-            NO_CHUNKS,
-            statistics=statistics,
-            replaces=attempt.digest_found,
-        )
-        for process in late
+        process: Record(report.description, NO_CHUNKS, statistics=statistics, replaces=digest_found)
+        for process, report in reports.items()
     }
 
 
