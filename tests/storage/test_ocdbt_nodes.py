@@ -41,7 +41,7 @@ def zeros(count: int) -> bytes:
 
 
 NODES: dict[str, Callable[[], bytes]] = {
-    "inline values of 100 MiB": lambda: node(zeros(100), packed=True),
+    "inline values of 250 MiB": lambda: node(zeros(250), packed=True),
     "keys of 6 GB": lambda: node(long_keys(100_000)),
     "keys of 6 GB, packed": lambda: node(plain(long_keys(100_000)), packed=True),
     "a table of files of 6 GB": lambda: node(
@@ -116,10 +116,10 @@ def test_nodes_that_share_their_children_end_soon(forks: Forks, tmp_path: Path) 
 
 MANIFESTS = {
     "2 GB of holes": (b"", 2 << 30),
-    "a stream of 100 MB": (
+    "a stream of 300 MB": (
         manifest("x", 0, 9)[:13]
         + b"\x01"
-        + zstd((0, bytes(20), 20), *[(1, b"\x01", 1 << 17)] * 800),
+        + zstd((0, bytes(20), 20), *[(1, b"\x01", 1 << 17)] * 2400),
         None,
     ),
 }

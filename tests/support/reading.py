@@ -40,7 +40,7 @@ print(json.dumps([said, peak() - first]))
 """
 
 
-def read_all(forks: Forks, path: Path, most_mb: int = 100) -> list[str]:
+def read_all(forks: Forks, path: Path, most_mb: int = 180) -> list[str]:
     """What each way of reading says; fails where one takes more memory than that, or hangs."""
     ended = forks.wait(forks.start(READER, str(path)))
     assert ended.code == 0, ended.out[-3000:]
