@@ -22,9 +22,7 @@ from unickpt.arrays.dtypes import Array
 from unickpt.arrays.layout import Layout, Mesh
 from unickpt.arrays.memory_region import MemoryRegion
 from unickpt.errors import UnsupportedLeaf
-from unickpt.frameworks.members import Members
-from unickpt.frameworks.process_group import Group, members_of
-from unickpt.frameworks.protocol import (
+from unickpt.frameworks.adapter_protocol import (
     ArraySource,
     Fence,
     Fragment,
@@ -34,6 +32,8 @@ from unickpt.frameworks.protocol import (
     Sample,
     whole_source,
 )
+from unickpt.frameworks.members import Members
+from unickpt.frameworks.process_group import Group, members_of
 from unickpt.trees.tree import Expansion
 
 _ALIGNMENT = 64  # XLA uses host memory of at least this alignment without a copy

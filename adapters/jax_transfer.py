@@ -21,7 +21,7 @@ from jax.sharding import Sharding, SingleDeviceSharding
 from unickpt.adapters.jax_settings import unchecked
 from unickpt.arrays.box import Box
 from unickpt.arrays.dtypes import Array
-from unickpt.frameworks.protocol import Read, Transfer
+from unickpt.frameworks.adapter_protocol import Read, Transfer
 
 _PINNED = "pinned_host"
 _MOST_BYTES = int(os.environ.get("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", 64)) << 28

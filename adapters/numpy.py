@@ -15,8 +15,8 @@ from unickpt.arrays.dtypes import Array
 from unickpt.arrays.layout import Layout
 from unickpt.arrays.memory_region import MemoryRegion
 from unickpt.arrays.strided_copy import may_overlap
+from unickpt.frameworks.adapter_protocol import ArraySource, Fence, Memory, Read, whole_source
 from unickpt.frameworks.process_group import Group
-from unickpt.frameworks.protocol import ArraySource, Fence, Memory, Read, whole_source
 from unickpt.trees.tree import Expansion
 
 

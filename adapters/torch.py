@@ -52,8 +52,7 @@ from unickpt.arrays.layout import Layout
 from unickpt.arrays.memory_region import MemoryRegion
 from unickpt.arrays.strided_copy import may_overlap
 from unickpt.errors import StateChanged
-from unickpt.frameworks.process_group import Group, alone
-from unickpt.frameworks.protocol import (
+from unickpt.frameworks.adapter_protocol import (
     ArraySource,
     ArrayTarget,
     Fence,
@@ -65,6 +64,7 @@ from unickpt.frameworks.protocol import (
     Transfer,
     whole_source,
 )
+from unickpt.frameworks.process_group import Group, alone
 from unickpt.threads import Pool
 from unickpt.trees.tree import Expansion
 

@@ -18,7 +18,7 @@ from unickpt.adapters.torch_distributed import TO_NUMPY
 from unickpt.adapters.torch_from_numpy import as_torch
 from unickpt.arrays.box import Box
 from unickpt.arrays.dtypes import Array, DType
-from unickpt.frameworks.protocol import Read, Sample, Transfer
+from unickpt.frameworks.adapter_protocol import Read, Sample, Transfer
 
 _log = logging.getLogger("unickpt")
 

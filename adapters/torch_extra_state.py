@@ -13,7 +13,7 @@ import torch
 
 from unickpt.adapters.torch_fresh_state import dtype_of
 from unickpt.arrays import dtypes
-from unickpt.frameworks.protocol import StoredTree
+from unickpt.frameworks.adapter_protocol import StoredTree
 from unickpt.trees.tree import Leaf, Node, by_key
 
 _KEY = "_extra_state"  # as torch calls it

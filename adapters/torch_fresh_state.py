@@ -12,7 +12,7 @@ import torch
 from unickpt.adapters.torch_distributed import TO_NUMPY
 from unickpt.arrays import dtypes
 from unickpt.errors import LoadMismatch, UnsupportedLeaf
-from unickpt.frameworks.protocol import StoredTree
+from unickpt.frameworks.adapter_protocol import StoredTree
 from unickpt.trees.tree import Leaf, Node, child_names, component, join, leaves, unwrapped
 from unickpt.trees.wrapper_names import without_wrappers
 

@@ -27,9 +27,9 @@ from unickpt.arrays.dtypes import Array
 from unickpt.arrays.layout import Layout, Mesh
 from unickpt.arrays.memory_region import MemoryRegion
 from unickpt.errors import UnsupportedLeaf
+from unickpt.frameworks.adapter_protocol import ArraySource, ArrayTarget, Fragment, StoredTree
 from unickpt.frameworks.leaves import placed
 from unickpt.frameworks.process_group import Group
-from unickpt.frameworks.protocol import ArraySource, ArrayTarget, Fragment, StoredTree
 from unickpt.trees.tree import Expansion, Node, by_key, component, join
 from unickpt.trees.tree import rebuild as rebuild_tree
 

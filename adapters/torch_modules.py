@@ -12,7 +12,7 @@ import torch
 
 from unickpt.adapters.torch_extra_state import with_extra_states
 from unickpt.errors import LoadMismatch, UnsupportedLeaf
-from unickpt.frameworks.protocol import StoredTree
+from unickpt.frameworks.adapter_protocol import StoredTree
 from unickpt.trees.tree import Expansion, Leaf, Node, component, join
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)

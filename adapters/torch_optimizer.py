@@ -18,7 +18,7 @@ from unickpt.adapters.torch_fresh_state import (
 )
 from unickpt.adapters.torch_modules import canonical_names, fsdp1
 from unickpt.errors import LoadMismatch
-from unickpt.frameworks.protocol import StoredTree
+from unickpt.frameworks.adapter_protocol import StoredTree
 from unickpt.trees.tree import Expansion, Leaf, Node, by_key, component, join
 from unickpt.trees.tree import rebuild as rebuild_tree
 from unickpt.trees.wrapper_names import bare, without_wrappers

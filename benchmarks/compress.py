@@ -32,7 +32,7 @@ from rich.console import Console
 
 import unickpt
 from unickpt import SaveOptions
-from unickpt.format import codec
+from unickpt.format import chunk_encoding
 from unickpt.format.chunk_grid import Part
 from unickpt.format.index import ArrayEntry
 from unickpt.plugins.compress.auto import chosen_encoding, pays, shorter
@@ -114,8 +114,12 @@ def arrays(trained: Path | None, rounds: int) -> None:
     ways: Mapping[str, Callable[[Array], Made]] = {
         "auto": lambda array: auto(array, rounds),
         "auto without zstandard": lambda array: stored(array, rounds, entry_of(array)),
-        "zstd": lambda array: stored(array, rounds, entry_of(array, codec.encoding_for("zstd"))),
-        "blosc": lambda array: stored(array, rounds, entry_of(array, codec.encoding_for("blosc"))),
+        "zstd": lambda array: stored(
+            array, rounds, entry_of(array, chunk_encoding.encoding_for("zstd"))
+        ),
+        "blosc": lambda array: stored(
+            array, rounds, entry_of(array, chunk_encoding.encoding_for("blosc"))
+        ),
         "zstd 3 of all": lambda array: whole(array, rounds),
     }
     print("| array | " + " | ".join(f"{way}: times smaller, write, read" for way in ways) + " |")
@@ -152,8 +156,8 @@ def auto(array: Array, rounds: int) -> Made:
     entry, part = entry_of(array), Part.whole("w", array.shape, array.shape)
 
     def write() -> Any:
-        codec.digest(array)
-        raw = codec.bytes_of(array).data
+        chunk_encoding.digest(array)
+        raw = chunk_encoding.bytes_of(array).data
         if not pays(entry, array):
             return raw
         return shorter(entry, part, array, (raw,)) or raw
@@ -167,14 +171,14 @@ def auto(array: Array, rounds: int) -> Made:
 def stored(array: Array, rounds: int, entry: ArrayEntry) -> Made:
     """By TensorStore, with the codec of the array."""
     part = Part.whole("w", array.shape, array.shape)
-    found, seconds = least(lambda: codec.compressed(entry, part, array), rounds)
+    found, seconds = least(lambda: chunk_encoding.compressed(entry, part, array), rounds)
     return len(found), seconds, reading(array, entry, bytes(found), rounds)
 
 
 def reading(array: Array, entry: ArrayEntry, data: bytes, rounds: int) -> float:
     """Seconds for TensorStore to read a chunk from memory; anew each round, as it may keep it."""
     memory, best = {"driver": "memory", "path": "w/"}, float("inf")
-    metadata = codec.zarr_metadata(entry, Part.whole("w", array.shape, array.shape))
+    metadata = chunk_encoding.zarr_metadata(entry, Part.whole("w", array.shape, array.shape))
     spec = {"driver": "zarr3", "kvstore": memory, "metadata": metadata}
     for _ in range(rounds):
         context = ts.Context({"memory_key_value_store": {}})

@@ -20,7 +20,7 @@ from support.node_world import Done, Folder, Job, Node, Process, Store, World, f
 
 from unickpt.features import SaveCall
 from unickpt.plugins.nodes import tier, uploads
-from unickpt.runs.cleaning import Cleaning
+from unickpt.runs.background_removal import Cleaning
 from unickpt.runs.current_steps import Steps
 from unickpt.runs.retention import Retention
 from unickpt.runs.step_folder import StepFolder

@@ -19,7 +19,7 @@ import numpy as np
 from trained import Training
 
 from unickpt.plugins.quantize import codes as kinds
-from unickpt.plugins.quantize import quantized_chunk, search
+from unickpt.plugins.quantize import quantized_chunk, range_search
 
 Arrays = dict[str, np.ndarray[Any, Any]]
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -54,10 +54,10 @@ def row(state: Arrays, kind: str, codes: str) -> str:
     found = [through(x, codes) for x in arrays]
     bits = 8 * sum(each[1] for each in found) / sum(x.size for x in arrays)
     error, plain = norm(arrays, found), ""
-    if codes in kinds.BITS and kinds.BITS[codes] in search.BINS:
-        kept, search.BINS = search.BINS, {}
+    if codes in kinds.BITS and kinds.BITS[codes] in range_search.BINS:
+        kept, range_search.BINS = range_search.BINS, {}
         plain = f"{norm(arrays, [through(x, codes) for x in arrays]):.4f}"
-        search.BINS = kept
+        range_search.BINS = kept
     size = sum(x.nbytes for x in arrays) / 1e9
     speeds = [size / sum(each[k] for each in found) for k in (2, 3)]
     cells = kind, codes, f"{bits:.2f}", f"{error:.4f}", plain, *(f"{x:.2f}" for x in speeds)

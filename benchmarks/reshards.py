@@ -123,7 +123,7 @@ def torch_rank(folder: Path) -> dict[str, int]:
 
     import unickpt
     from unickpt.format.ocdbt_reader import OcdbtReader
-    from unickpt.format.reader import Request
+    from unickpt.format.reader_protocol import Request
     from unickpt.plugins.exchange import node_read
 
     store = f"file://{folder / 'torch-store'}"

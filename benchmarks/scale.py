@@ -39,7 +39,7 @@ from unickpt.commit.attempt import Attempt
 from unickpt.commit.coordinator import Coordinator
 from unickpt.commit.merge import MergePolicies
 from unickpt.commit.messages import CHUNK_DTYPE, Record
-from unickpt.format import chunk_grid, codec, index_json
+from unickpt.format import chunk_encoding, chunk_grid, index_json
 from unickpt.format.index import ArrayEntry, Index
 from unickpt.frameworks.process_group import ProcessGroup
 from unickpt.plugins.exchange.layout_schedule import Demand, JobPlan, LayoutPlan
@@ -98,7 +98,7 @@ def write_parts(job: Job, index: Index, folder: Path) -> int:
     per_process = job.devices * job.rows
     chunks = np.zeros(job.arrays * per_process, CHUNK_DTYPE)
     chunks["array"] = np.repeat(np.arange(job.arrays), per_process)
-    chunks["digest"] = codec.digest(ROW)
+    chunks["digest"] = chunk_encoding.digest(ROW)
     chunks["length"] = ROW.nbytes
     (folder / "records").mkdir(parents=True)
     for process in range(job.processes):

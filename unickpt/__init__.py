@@ -36,7 +36,7 @@ from unickpt.frameworks.process_group import ProcessGroup
 from unickpt.loading.loader import load
 from unickpt.options import SaveOptions
 from unickpt.reading.checkpoint import Checkpoint, open
-from unickpt.reading.options import LoadOptions
+from unickpt.reading.load_options import LoadOptions
 from unickpt.saving.saver import save, save_async
 from unickpt.trees.tree import Opaque
 

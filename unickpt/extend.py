@@ -40,26 +40,26 @@ from unickpt.features import FileObserver, PhaseObserver, Run, RunFeature, SaveC
 from unickpt.format.borrowed import LEAST_USED as LEAST_REUSED
 from unickpt.format.borrowed import MOST_BASES
 from unickpt.format.borrowed import name_of as base_name
+from unickpt.format.chunk_encoding import Encoded as EncodedChunk
+from unickpt.format.chunk_encoding import bytes_of as bytes_of_chunk
+from unickpt.format.chunk_encoding import common_codec
+from unickpt.format.chunk_encoding import compressed as compressed_chunk
+from unickpt.format.chunk_encoding import digest as chunk_digest
+from unickpt.format.chunk_encoding import is_of_fixed_size as has_fixed_size
+from unickpt.format.chunk_encoding import nbytes_as_stored as stored_chunk_bytes
+from unickpt.format.chunk_encoding import raw as raw_chunk
 from unickpt.format.chunk_grid import Part, chunk_count, chunk_keys, numbered_parts
 from unickpt.format.chunk_grid import parts as parts_of_array
 from unickpt.format.chunk_grid import parts_of as parts_of_boxes
 from unickpt.format.chunk_values import Value as ChunkValue
 from unickpt.format.chunk_values import read_full as read_full_chunk
-from unickpt.format.codec import Encoded as EncodedChunk
-from unickpt.format.codec import bytes_of as bytes_of_chunk
-from unickpt.format.codec import common_codec
-from unickpt.format.codec import compressed as compressed_chunk
-from unickpt.format.codec import digest as chunk_digest
-from unickpt.format.codec import is_of_fixed_size as has_fixed_size
-from unickpt.format.codec import nbytes_as_stored as stored_chunk_bytes
-from unickpt.format.codec import raw as raw_chunk
-from unickpt.format.codecs import Codec, Extra, NotDecodable, StoredChunk, encoding_of
-from unickpt.format.codecs import register as register_codec
-from unickpt.format.codecs import unregister as unregister_codec
+from unickpt.format.codec_protocol import Codec, Extra, NotDecodable, StoredChunk, encoding_of
+from unickpt.format.codec_protocol import register as register_codec
+from unickpt.format.codec_protocol import unregister as unregister_codec
 from unickpt.format.coverage import check_boxes
 from unickpt.format.crc32 import Range as ChecksummedRange
 from unickpt.format.crc32 import combined as combined_crc32
-from unickpt.format.encoders import Column, EncodingPolicy, SaveEncoder, Settled
+from unickpt.format.encoder_protocol import Column, EncodingPolicy, SaveEncoder, Settled
 from unickpt.format.file_ranges import (
     CHUNK_BYTES,
     ArrayTable,
@@ -76,16 +76,16 @@ from unickpt.format.file_ranges import of_boxes as entry_of_boxes
 from unickpt.format.file_ranges import read_box as read_file_box
 from unickpt.format.file_ranges import whole as entry_of_box
 from unickpt.format.files import CheckedFiles, Files
-from unickpt.format.formats import Format, SeveralCheckpoints, format_named
-from unickpt.format.formats import register as register_format
-from unickpt.format.formats import unregister as unregister_format
 from unickpt.format.index import CONVERSION as CONVERSION_METADATA
 from unickpt.format.index import REPLACED as REPLACED_METADATA
 from unickpt.format.index import RESERVED as RESERVED_METADATA
 from unickpt.format.index import ArrayEntry, BaseEntry, Encoding, Index
 from unickpt.format.ocdbt_reader import OcdbtReader
 from unickpt.format.ocdbt_reader import open as open_own
-from unickpt.format.reader import BlockType, ParallelMap, Reader, Request
+from unickpt.format.reader_protocol import BlockType, ParallelMap, Reader, Request
+from unickpt.format.reader_registry import Format, SeveralCheckpoints, format_named
+from unickpt.format.reader_registry import register as register_format
+from unickpt.format.reader_registry import unregister as unregister_format
 from unickpt.format.refusals import refuse_unknown
 from unickpt.format.timing import PHASES as SAVE_PHASES
 from unickpt.format.timing import Timing
@@ -93,7 +93,7 @@ from unickpt.format.unit_steps import UnitSteps
 from unickpt.format.unit_steps import stored as stored_unit_steps
 from unickpt.format.verified_chunks import COMPRESSED_MOST as MOST_COMPRESSED_BYTES
 from unickpt.format.verified_chunks import ChunkStore
-from unickpt.format.writer import (
+from unickpt.format.writer_protocol import (
     Data,
     Ending,
     LeavesOut,
@@ -104,6 +104,7 @@ from unickpt.format.writer import (
     Writer,
     text_file,
 )
+from unickpt.frameworks.adapter_protocol import Adapter, ArraySource, Fragment
 from unickpt.frameworks.leaves import NOTHING as NOTHING_HERE
 from unickpt.frameworks.leaves import (
     SavedOnly,
@@ -130,7 +131,6 @@ from unickpt.frameworks.process_group import (
     within,
 )
 from unickpt.frameworks.process_group import alone as group_of_one
-from unickpt.frameworks.protocol import Adapter, ArraySource, Fragment
 from unickpt.frameworks.sections import EncodedValue
 from unickpt.frameworks.sections import Joined as JoinedParts
 from unickpt.loading.loader import plan_load
@@ -162,6 +162,7 @@ from unickpt.storage.btree.nodes import DataReference
 from unickpt.storage.data_files import ADDED_FOLDER, LINKED_FOLDER, FileView
 from unickpt.storage.data_files import written_in as written_in_data_file
 from unickpt.storage.database import Database as OcdbtDatabase
+from unickpt.storage.disk_space import room_text
 from unickpt.storage.errors import (
     Damaged,
     Failed,
@@ -170,13 +171,10 @@ from unickpt.storage.errors import (
     writing,
     writing_failed,
 )
-from unickpt.storage.kvstore import Future as StorageFuture
-from unickpt.storage.kvstore import KvStore
-from unickpt.storage.kvstore import asking as asking_storage
 from unickpt.storage.local_files import RegularFiles, begin_flush, close_quietly, system_calls
 from unickpt.storage.local_files import closing as closing_file
 from unickpt.storage.local_folders import sync_folder
-from unickpt.storage.locations import Location, folders_below, folders_with, room_text
+from unickpt.storage.locations import Location, folders_below, folders_with
 from unickpt.storage.ocdbt import MANIFEST
 from unickpt.storage.paths import LocalLocation, PathLike
 from unickpt.storage.paths import absolute as absolute_path
@@ -184,6 +182,9 @@ from unickpt.storage.paths import context as storage_context
 from unickpt.storage.paths import resolve as resolve_path
 from unickpt.storage.schemes import Scheme
 from unickpt.storage.schemes import register as register_scheme
+from unickpt.storage.tensorstore_calls import Future as StorageFuture
+from unickpt.storage.tensorstore_calls import KvStore
+from unickpt.storage.tensorstore_calls import asking as asking_storage
 from unickpt.threads import Pool, SerialExecutor, in_batches
 from unickpt.threads import Window as MemoryWindow
 from unickpt.threads import settle as settle_future
@@ -229,12 +230,12 @@ if _CHECKING:
     from unickpt.display.html import table as html_table
     from unickpt.display.tree_table import fragment_count, layout_text, meshes_of
     from unickpt.format.step_metrics import finite_or_text, step_metrics
-    from unickpt.format.writers import OWN as OWN_FORMAT
-    from unickpt.format.writers import chosen as chosen_format
-    from unickpt.format.writers import make_writer, register_writer, unregister_writer
+    from unickpt.format.writer_registry import OWN as OWN_FORMAT
+    from unickpt.format.writer_registry import chosen as chosen_format
+    from unickpt.format.writer_registry import make_writer, register_writer, unregister_writer
+    from unickpt.frameworks.adapter_protocol import ArrayTarget
     from unickpt.frameworks.members import Members
     from unickpt.frameworks.process_group import launched_index, launched_together
-    from unickpt.frameworks.protocol import ArrayTarget
     from unickpt.reading.array_reader import (
         Filled,
         Job,
@@ -263,11 +264,11 @@ if _CHECKING:
     from unickpt.runs.arguments import fences_of, take_retention
     from unickpt.runs.attempt_folders import FOLDER as ATTEMPTS_FOLDER
     from unickpt.runs.attempt_folders import remove_checkpoint
-    from unickpt.runs.orphans import LOCK as ORPHANS_LOCK
-    from unickpt.runs.orphans import Orphan, OrphanSearch
-    from unickpt.runs.orphans import find as find_orphans
-    from unickpt.runs.removal import barrier, on_process_0
+    from unickpt.runs.requested_removal import barrier, on_process_0
     from unickpt.runs.retention import Retention
+    from unickpt.runs.save_leftovers import LOCK as ORPHANS_LOCK
+    from unickpt.runs.save_leftovers import Orphan, OrphanSearch
+    from unickpt.runs.save_leftovers import find as find_orphans
     from unickpt.runs.step_folder import StepFolder, bytes_on_disk, step_before
     from unickpt.runs.tier_copies import IN_ROOT, Tier
     from unickpt.runs.tier_copies import Copying as TierCopying
@@ -282,7 +283,7 @@ if _CHECKING:
     from unickpt.tools.partial_copies import PartialCopy, leaving_out, lost_boxes, replace_in_place
     from unickpt.tools.slab_reads import Buffered, check_rest, read_boxes
     from unickpt.tools.slab_reads import Slabs as SlabReads
-    from unickpt.tools.terminal import options as terminal_options
+    from unickpt.tools.terminal import command_options as terminal_options
     from unickpt.tools.terminal import output as terminal_output
     from unickpt.tools.terminal import tables as terminal_tables
     from unickpt.trees.stored_types import (
@@ -373,14 +374,14 @@ _LATER = {
     ),
     "display.tree_table": "fragment_count, layout_text, meshes_of",
     "format.step_metrics": "finite_or_text, step_metrics",
-    "format.writers": (
+    "format.writer_registry": (
         "OWN as OWN_FORMAT, chosen as chosen_format, make_writer, register_writer, "
         "unregister_writer"
     ),
     "arrays.index_map": "Dim, linear_index",
     "frameworks.members": "Members",
     "frameworks.process_group": "launched_index, launched_together",
-    "frameworks.protocol": "ArrayTarget",
+    "frameworks.adapter_protocol": "ArrayTarget",
     "reading.array_reader": (
         "Filled, Job, LoadCounts, ReadArrays, prepare as prepare_buffers, read_arrays, "
         "slots_of as boxes_to_fill"
@@ -398,8 +399,8 @@ _LATER = {
     "rules.view": "RuledView",
     "runs.arguments": "fences_of, take_retention",
     "runs.attempt_folders": "FOLDER as ATTEMPTS_FOLDER, remove_checkpoint",
-    "runs.orphans": "LOCK as ORPHANS_LOCK, Orphan, OrphanSearch, find as find_orphans",
-    "runs.removal": "barrier, on_process_0",
+    "runs.save_leftovers": "LOCK as ORPHANS_LOCK, Orphan, OrphanSearch, find as find_orphans",
+    "runs.requested_removal": "barrier, on_process_0",
     "runs.retention": "Retention",
     "runs.step_folder": "StepFolder, bytes_on_disk, step_before",
     "runs.tier_copies": "IN_ROOT, Copying as TierCopying, Tier",

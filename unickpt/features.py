@@ -10,7 +10,7 @@ from unickpt.save_report import SaveReport
 
 if TYPE_CHECKING:
     from unickpt.arrays.box import Box
-    from unickpt.format.reader import Reader
+    from unickpt.format.reader_protocol import Reader
     from unickpt.storage.data_files import FileView
     from unickpt.storage.locations import Location
     from unickpt.write_filter import Selection, WriteFilter

@@ -21,7 +21,7 @@ from unickpt.storage import paths
 
 if TYPE_CHECKING:
     from unickpt.features import SaveFeature
-    from unickpt.format.encoders import EncodingPolicy
+    from unickpt.format.encoder_protocol import EncodingPolicy
     from unickpt.progress import Progress
     from unickpt.references.policy import ReferencePolicy
 

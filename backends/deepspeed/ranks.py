@@ -7,7 +7,7 @@ from functools import cache
 from typing import Any, NamedTuple
 
 from unickpt.backends._files.elements import ElementRun, MeanElements
-from unickpt.backends.deepspeed import merging
+from unickpt.backends.deepspeed import tensor_parallel_boxes
 from unickpt.backends.deepspeed.sources import MergedArray, unraveled, whole
 from unickpt.errors import CheckpointCorrupt, HintError, UnsupportedFormat
 from unickpt.extend import Box, FileBox, Layout, Mesh, TensorSource, quoted, row_major
@@ -50,10 +50,10 @@ class EngineRanks:
         self.where, self.degree = where, degree
         self._hinted = bool(hints)
         try:
-            self.rules = merging.TensorParallelRules(info, hints, degree)
-        except merging.BadInfo as error:
+            self.rules = tensor_parallel_boxes.TensorParallelRules(info, hints, degree)
+        except tensor_parallel_boxes.BadInfo as error:
             raise CheckpointCorrupt(f"{where}: universal_checkpoint_info: {error}") from error
-        except merging.Unsupported as error:
+        except tensor_parallel_boxes.Unsupported as error:
             raise UnsupportedFormat(f"{where}: {error}") from error
         self._plan = cache(self.rules.plan)
 
@@ -123,9 +123,9 @@ class EngineRanks:
             )
         try:
             array = self._array(kind, name, sources)
-        except merging.Unsupported as error:
+        except tensor_parallel_boxes.Unsupported as error:
             raise UnsupportedFormat(f"{self.where}: array '{kind}/{name}': {error}") from error
-        except merging.BadInfo as error:
+        except tensor_parallel_boxes.BadInfo as error:
             by = "with the hints" if self._hinted else "by its universal_checkpoint_info"
             kind_of_error = HintError if self._hinted else CheckpointCorrupt
             raise kind_of_error(f"{self.where}: {by}, array '{kind}/{name}': {error}") from error
@@ -136,7 +136,7 @@ class EngineRanks:
         plan = self._plan(name, shapes)
         scales = {piece.scale for piece in plan.pieces} - {1.0}
         if scales:
-            raise merging.Unsupported(
+            raise tensor_parallel_boxes.Unsupported(
                 f"its affine_map scales it by {quoted(scales)}; unickpt does not"
             )
         dtype = sources[0].dtype
@@ -151,7 +151,7 @@ class EngineRanks:
         return array
 
 
-def _layout(plan: merging.TensorParallelPlan, degree: int) -> Layout | None:
+def _layout(plan: tensor_parallel_boxes.TensorParallelPlan, degree: int) -> Layout | None:
     """The layout that splits one dimension among the ranks, if they hold such parts."""
     mesh = Mesh(("tp",), (degree,), tuple(range(degree)))
     boxes = [piece.box for piece in plan.pieces]
@@ -163,7 +163,7 @@ def _layout(plan: merging.TensorParallelPlan, degree: int) -> Layout | None:
     return layout if same else None
 
 
-def _box(piece: merging.RankPiece, source: TensorSource) -> FileBox:
+def _box(piece: tensor_parallel_boxes.RankPiece, source: TensorSource) -> FileBox:
     """A piece, as a box of a rank's tensor."""
     if source.is_row_major:
         return FileBox(piece.box, source.elements, source.first + piece.first, piece.strides)
@@ -172,17 +172,23 @@ def _box(piece: merging.RankPiece, source: TensorSource) -> FileBox:
     if len(extents) != len(expected) or any(
         n > 1 and a != b for n, a, b in zip(extents, piece.strides, expected, strict=True)
     ):
-        raise merging.Unsupported("a rank stores it in pieces, and not in row-major order")
+        raise tensor_parallel_boxes.Unsupported(
+            "a rank stores it in pieces, and not in row-major order"
+        )
     start = unraveled(piece.first, source.shape) if source.count else (0,) * len(extents)
     first = source.first + sum(a * s for a, s in zip(start, source.steps, strict=True))
     return FileBox(piece.box, source.elements, first, source.steps)
 
 
-def _mean(plan: merging.TensorParallelPlan, sources: Sequence[TensorSource]) -> MergedArray:
+def _mean(
+    plan: tensor_parallel_boxes.TensorParallelPlan, sources: Sequence[TensorSource]
+) -> MergedArray:
     """The mean of the ranks' tensors, each of which has all elements."""
     steps = sources[0].steps
     if any(source.steps != steps for source in sources):
-        raise merging.Unsupported("it is a mean, and the ranks hold it in different orders")
+        raise tensor_parallel_boxes.Unsupported(
+            "it is a mean, and the ranks hold it in different orders"
+        )
     runs = [ElementRun(source.elements, source.first, source.count) for source in sources]
     mean = MeanElements(runs, sources[0].dtype)
     # The plan can be smaller: without the padding of a vocabulary.

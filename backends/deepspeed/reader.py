@@ -18,7 +18,7 @@ from unickpt.backends._files.torch_tensors import Tensor
 from unickpt.backends._files.torch_trees import expand
 from unickpt.backends._files.tree_tables import table_of_tree
 from unickpt.backends.deepspeed import folder as folders
-from unickpt.backends.deepspeed import merging
+from unickpt.backends.deepspeed import tensor_parallel_boxes
 from unickpt.backends.deepspeed.contents import Contents
 from unickpt.backends.deepspeed.sources import MergedArray, whole
 from unickpt.errors import CoverageError
@@ -45,8 +45,10 @@ from unickpt.extend import (
     reading_failed,
 )
 
-HINTS: Collection[str] = merging.HINTS
-TensorParallelRules = merging.TensorParallelRules  # for the trainer, by `format_named`
+HINTS: Collection[str] = tensor_parallel_boxes.HINTS
+TensorParallelRules = (
+    tensor_parallel_boxes.TensorParallelRules
+)  # for the trainer, by `format_named`
 
 # Into how many chunks an array is cut, and the fewest bytes of a chunk.
 _CHUNKS, _LEAST_CHUNK = 16, 16 << 10
@@ -65,7 +67,7 @@ def open(files: Files, hints: Mapping[str, Any]) -> Reader | None:
         folder = folders.find(files)
         if folder is None:
             return None
-        merging.check_hints(hints)
+        tensor_parallel_boxes.check_hints(hints)
         return DeepSpeedReader(Contents(folder, hints))
 
 

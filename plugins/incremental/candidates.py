@@ -28,7 +28,7 @@ from unickpt.plugins.incremental.spans import Span, Spans
 _LEAST_USED = 0.5
 
 
-@dataclass(slots=True, eq=False)  # not frozen: a save makes one for each chunk, see `protocol`
+@dataclass(slots=True, eq=False)  # not frozen: see `adapter_protocol`
 class Candidate:
     """A chunk of the base; never modified.
 

@@ -50,7 +50,6 @@ from unickpt.extend import (
 from unickpt.plugins.merge import arithmetic, methods
 from unickpt.plugins.merge.arithmetic import BLOCK, ElementPieces, Formula, NotFinite
 from unickpt.plugins.merge.methods import Method, MethodName, Search, Slerp, Ties
-from unickpt.plugins.merge.search import on_all, search
 from unickpt.plugins.merge.sources import (
     ManyRules,
     MergePlan,
@@ -59,6 +58,7 @@ from unickpt.plugins.merge.sources import (
     Sources,
     plan_merge,
 )
+from unickpt.plugins.merge.weight_search import on_all, search
 from unickpt.types import Box, Group, MergeReport
 
 RECORD = "merge"

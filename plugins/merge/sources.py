@@ -34,7 +34,7 @@ from unickpt.extend import (
     stored_leaf,
 )
 from unickpt.plugins.merge.methods import Method, SourceFacts, weights_of
-from unickpt.plugins.merge.search import Trials
+from unickpt.plugins.merge.weight_search import Trials
 from unickpt.types import Box
 
 Sources = Sequence[Source] | PathLike

@@ -22,8 +22,8 @@ from unickpt.errors import RuleError
 from unickpt.extend import Array, DraftReport, LeafFact, dtype_name, plan_rules, stored_leaves
 from unickpt.plugins.observe.checking import Side
 from unickpt.plugins.observe.converters import Example
-from unickpt.plugins.observe.merging import merged
 from unickpt.plugins.observe.notation import LETTERS, Capture, Token, Written, WrittenTerm, tokens
+from unickpt.plugins.observe.rule_merging import merged
 from unickpt.plugins.observe.value_matching import (
     Order,
     Region,

@@ -17,9 +17,9 @@ from unickpt.plugins.observe.components import ComponentMisfit, Input, drafts
 from unickpt.plugins.observe.converters import Converter, Example
 from unickpt.plugins.observe.element_codes import NamesDiffer, Traced, Tracer, bits_of, check_names
 from unickpt.plugins.observe.fitting import Draft, Term
-from unickpt.plugins.observe.merging import merged
 from unickpt.plugins.observe.notation import Written, WrittenTerm, tokens, written
 from unickpt.plugins.observe.regular_blocks import Irregular
+from unickpt.plugins.observe.rule_merging import merged
 
 _MISSING = object()
 _SCALES = (1.0, 1e-3, 300.0)

@@ -13,7 +13,7 @@ import numpy as np
 
 from unickpt.extend import Array, DType, dtype_from_name, dtype_name
 from unickpt.plugins.quantize import codes as kinds
-from unickpt.plugins.quantize import packing, search
+from unickpt.plugins.quantize import packing, range_search
 from unickpt.plugins.quantize.blocks import Blocks, stored_bytes
 
 
@@ -108,9 +108,9 @@ def _quantized(
     # No negative zeros: which of two zeros is the smallest element depends on the machine.
     low, high = low + low.dtype.type(0), high + high.dtype.type(0)
     whole = _in_range(values, low, high, dtype, bits)
-    if bits not in search.BINS:
+    if bits not in range_search.BINS:
         return whole
-    begin, end = search.shrunk(values, low, high, bits)
+    begin, end = range_search.shrunk(values, low, high, bits)
     narrow = _in_range(values, begin, end, dtype, bits)
     span = np.where(high > low, high - low, 1)
     # The search compares errors only roughly.

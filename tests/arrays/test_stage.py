@@ -17,9 +17,9 @@ import unickpt
 from unickpt.arrays import strided_copy
 from unickpt.arrays.box import Box
 from unickpt.arrays.dtypes import Array
-from unickpt.format import codec
+from unickpt.format import chunk_encoding
+from unickpt.frameworks.adapter_protocol import Fragment
 from unickpt.frameworks.memory_budget import HostBuffers, stage
-from unickpt.frameworks.protocol import Fragment
 from unickpt.threads import Window, collection_paused, in_batches
 
 MIB = 1 << 20
@@ -149,7 +149,7 @@ def test_memory_is_used_again_only_when_it_was_hashed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A commit may be faster than the hashing of what it writes."""
-    real = codec.digest
+    real = chunk_encoding.digest
 
     def slow(chunk: Array) -> int:
         time.sleep(0.05)
@@ -158,7 +158,7 @@ def test_memory_is_used_again_only_when_it_was_hashed(
     tree = {f"w{i}": (np.arange(MIB, dtype=np.float32) + i).reshape(1024, 1024).T for i in range(9)}
     options = unickpt.SaveOptions(budget_bytes=16 * MIB, chunk_bytes=4 * MIB, fsync=False)
     with monkeypatch.context() as patch:
-        patch.setattr(codec, "digest", slow)
+        patch.setattr(chunk_encoding, "digest", slow)
         unickpt.save(tmp_path / "c", tree, options=options)
     found = unickpt.load(tmp_path / "c")
     assert all(np.array_equal(found[name], tree[name]) for name in tree)

@@ -28,7 +28,7 @@ from unickpt.commit.awaited_processes import Late, Waits
 from unickpt.commit.progress_reports import Report
 from unickpt.saving import task, writer
 from unickpt.storage import paths
-from unickpt.storage.kvstore import KvStore
+from unickpt.storage.tensorstore_calls import KvStore
 from unickpt.threads import Ticker
 
 # --- real ranks -----------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from unickpt import ProcessGroup, SaveConflict, SaveOptions, StorageError, Unick
 from unickpt.commit import attempt, coordinator, merge, participant, root
 from unickpt.commit.messages import Notes
 from unickpt.errors import StateChanged
-from unickpt.format import codec
+from unickpt.format import chunk_encoding
 from unickpt.saving import snapshot, task, write_plan, writer
 from unickpt.storage import data_files
 from unickpt.storage.data_files import DataFile
@@ -60,9 +60,9 @@ PLACES: list[tuple[Any, str, int, BaseException]] = [
     (data_files._LocalFile, "close", 2, KeyboardInterrupt()),
     (data_files, "_flush", 1, FULL),
     (data_files, "_flush", 2, KeyboardInterrupt()),
-    (codec, "compressed", 1, FULL),
-    (codec, "compressed", 25, FULL),
-    (codec, "compressed", 25, KeyboardInterrupt()),
+    (chunk_encoding, "compressed", 1, FULL),
+    (chunk_encoding, "compressed", 25, FULL),
+    (chunk_encoding, "compressed", 25, KeyboardInterrupt()),
     (write_plan, "stage", 20, StateChanged("its memory was freed")),
     (attempt.Attempt, "publish", 1, FULL),
     (coordinator.Coordinator, "_records", 1, KeyboardInterrupt()),
@@ -90,7 +90,7 @@ def test_one_process_leaves_nothing(
         unickpt.save(path, {"old": 1})
     before = everything(tmp_path)
     monkeypatch.setattr(module, name, failing_at(calls, error, getattr(module, name)))
-    compression = "zstd" if module is codec else None
+    compression = "zstd" if module is chunk_encoding else None
     options = replace(OPTIONS, compression=compression, fsync=name == "_flush")
     with pytest.raises((UnickptError, KeyboardInterrupt)):
         unickpt.save(path, STATE, overwrite=True, options=options)

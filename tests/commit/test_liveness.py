@@ -26,7 +26,7 @@ from unickpt.commit.messages import MORE, OK, end_note
 from unickpt.commit.progress_reports import Report
 from unickpt.commit.progress_writer import reports_of
 from unickpt.errors import ProcessFailed
-from unickpt.frameworks.process_states import RUNS, STOPPED, Identity, own_identity
+from unickpt.frameworks.os_process_states import RUNS, STOPPED, Identity, own_identity
 from unickpt.saving import writer
 from unickpt.storage import paths
 
@@ -45,7 +45,7 @@ import unickpt
 from support.dying import _dying
 from support.saving import numbers
 from unickpt.commit import attempt, coordinator, liveness, awaited_processes
-from unickpt.frameworks import process_states
+from unickpt.frameworks import os_process_states
 from unickpt.saving import writer
 
 path, index, count, session, doomed, step, slow, place, silent_s = ARGS
@@ -55,7 +55,7 @@ if silent_s:
     liveness.SILENT_S, liveness._SILENT_SIGNS, liveness.SIGN_S = silent_s, 1, {{False: 0.2}}
     liveness.READ_S, liveness.LOOK_S = {{False: 0.2}}, 0.2
 if place:
-    process_states._place = lambda: place
+    os_process_states._place = lambda: place
 name = "publish" if step == "published" else step
 holders = {{"write_all": writer.ChunkWriter, "publish": attempt.Attempt}}
 holder = holders.get(name, coordinator.Coordinator)

@@ -21,7 +21,7 @@ from unickpt import PerProcess, SaveOptions
 from unickpt.arrays import dtypes
 from unickpt.display import tree_table
 from unickpt.errors import CheckpointCorrupt, UnsupportedFormat
-from unickpt.format import chunk_grid, codec, index_json
+from unickpt.format import chunk_encoding, chunk_grid, index_json
 from unickpt.format.index import INDEX_KEY, ArrayEntry, Index
 from unickpt.plugins.incremental import patches
 from unickpt.plugins.parity.codes import ParitySums
@@ -133,7 +133,7 @@ def test_the_patched_chunk_of_the_format() -> None:
     chunk = full.copy()
     chunk[[1, 4]] = 14, 12
     stored = bytes.fromhex("".join(code(row[0])[0] for row in table("patched")))
-    of = patches.PatchedState(codec.digest(full))
+    of = patches.PatchedState(chunk_encoding.digest(full))
     assert patches.encode(full, chunk, of, 1, 100) == stored
     patches.apply(stored, full)
     assert np.array_equal(full, chunk)
@@ -150,10 +150,10 @@ def test_the_parity_of_the_format() -> None:
 def test_zarr_metadata_of_the_format() -> None:
     entry = entry_of({"name": "w", "shape": [6, 10], "chunk": [4, 10]})
     expected = json.loads(after_mark("zarr"))
-    assert codec.zarr_metadata(entry, chunk_grid.parts(entry)[0]) == expected
+    assert chunk_encoding.zarr_metadata(entry, chunk_grid.parts(entry)[0]) == expected
     group = re.search(r"A group's is `(.*?)`", FORMAT)
     assert group is not None
-    assert json.loads(group[1]) == json.loads(codec.GROUP_JSON)
+    assert json.loads(group[1]) == json.loads(chunk_encoding.GROUP_JSON)
 
 
 def test_dtypes_of_the_format() -> None:
@@ -178,7 +178,7 @@ def test_index_of_the_format() -> None:
     body = json.loads(after_mark("index"))
     VALIDATOR.validate(body)
     mesh = Mesh(("data",), (2,), (0, 1))
-    layout, encoding = Layout(mesh, (("data",), ())), codec.encoding_for("zstd")
+    layout, encoding = Layout(mesh, (("data",), ())), chunk_encoding.encoding_for("zstd")
     w = ArrayEntry("w", (6, 4), "float32", (3, 4), layout, encoding=encoding)
     ours = Index(
         tree={"dict": [["w", "*"], ["step", "*"]]},

@@ -21,7 +21,7 @@ from unickpt import (
     extend,
 )
 from unickpt.errors import PluginError
-from unickpt.format import codecs, verified_chunks
+from unickpt.format import codec_protocol, verified_chunks
 
 STATE = {"w": np.arange(3000.0), "b": np.ones(3)}
 
@@ -136,7 +136,7 @@ def test_names_that_mean_something_else_are_refused(
     door = doors.Door("codecs", "mine", f"{__name__}:OTHER", "acme 1.0")
     monkeypatch.setattr(doors, "find", lambda group, name: door)
     with pytest.raises(PluginError, match=r"'mine' of acme 1\.0 .* calls itself 'other'"):
-        codecs.find("mine")
+        codec_protocol.find("mine")
 
 
 OTHER = Zlib("other")

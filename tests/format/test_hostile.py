@@ -21,15 +21,15 @@ from support.forks import Forks
 import unickpt
 from unickpt import CheckpointCorrupt, LoadOptions, UnickptError
 from unickpt.extend import Sections
-from unickpt.format import chunk_grid, codec, digest_table, index_json
+from unickpt.format import chunk_encoding, chunk_grid, digest_table, index_json
 from unickpt.format import index as index_module
 from unickpt.format.index import ArrayEntry
 from unickpt.storage import local_files
 from unickpt.types import Box, Layout, Mesh
 
-ZSTD = codec.encoding_for("zstd")
-BLOSC = codec.encoding_for("blosc")
-GZIP = codec.encoding_for("gzip")
+ZSTD = chunk_encoding.encoding_for("zstd")
+BLOSC = chunk_encoding.encoding_for("blosc")
+GZIP = chunk_encoding.encoding_for("gzip")
 X1000 = Layout(Mesh(("x",), (1000,), (0,) * 1000), (("x",),))
 GRID = Layout(Mesh(("x", "y"), (300, 300), (0,) * 90_000), (("x",), ("y",)))
 
@@ -416,12 +416,12 @@ def small() -> tuple[dict[str, bytes], ArrayEntry]:
     """All keys of a sound little checkpoint."""
     data = np.arange(200, dtype=np.float32)
     entry = array("w", (200,), layout=Layout.replicated(1, 1))
-    table = np.array([(codec.digest(data), 0)], digest_table.DTYPE).tobytes()
+    table = np.array([(chunk_encoding.digest(data), 0)], digest_table.DTYPE).tobytes()
     index, _ = index_of(entry)
     digest = f"{xxhash.xxh3_64_intdigest(table):016x}"
     index = index_module.Index(tree=index.tree, arrays=index.arrays, chunks=1, digests_xxh3=digest)
     keys = {
-        **codec.zarr_keys(index),
+        **chunk_encoding.zarr_keys(index),
         index_module.INDEX_KEY: index_json.encode(index),
         index_module.DIGESTS_KEY: table,
         "w/c/0": data.tobytes(),

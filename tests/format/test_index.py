@@ -17,8 +17,8 @@ from support.strategies import laid_out, plain, shapes
 from unickpt import CheckpointCorrupt
 from unickpt.arrays.layout import Layout, Mesh
 from unickpt.errors import UnsupportedFormat
-from unickpt.format import chunk_grid, codec, index_json
-from unickpt.format.codecs import encoding_of
+from unickpt.format import chunk_encoding, chunk_grid, index_json
+from unickpt.format.codec_protocol import encoding_of
 from unickpt.format.index import ArrayEntry, BaseEntry, Encoding, Index, PerProcessEntry
 from unickpt.types import Box
 
@@ -39,7 +39,7 @@ def indexes(draw: st.DrawFn) -> Index:
         shape, layout = draw(laid_out())
         chunk, cut = chunk_grid.chunk_grid(shape, 2, layout, draw(st.integers(1, 99)))
         name = f"layer/{number}"
-        encoding = draw(st.sampled_from([None, (), CHOSEN, codec.encoding_for("gzip")]))
+        encoding = draw(st.sampled_from([None, (), CHOSEN, chunk_encoding.encoding_for("gzip")]))
         arrays[name] = ArrayEntry(name, shape, "bfloat16", chunk, layout, cut, encoding=encoding)
     shape = draw(shapes(max_rank=2).filter(all))
     arrays["boxes"] = ArrayEntry(

@@ -13,7 +13,7 @@ import pytest
 from support import foreign, npy_folder
 
 import unickpt
-from unickpt.format import formats
+from unickpt.format import reader_registry
 from unickpt.format.files import Files
 from unickpt.storage.paths import resolve
 from unickpt.testing.readers import ReaderSuite, nested
@@ -59,11 +59,11 @@ class TestNpyFolder(CoreSuite):
     @contextlib.contextmanager
     def registered(self) -> Iterator[None]:
         format = npy_folder.NpyFolder()
-        formats.register(format)
+        reader_registry.register(format)
         try:
             yield
         finally:
-            formats.unregister(format)
+            reader_registry.unregister(format)
 
 
 def test_an_array_of_another_format_has_no_tensorstore(tmp_path: Path) -> None:

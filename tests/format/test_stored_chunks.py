@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from unickpt.arrays import dtypes
 from unickpt.arrays.box import Box
-from unickpt.format import codec
+from unickpt.format import chunk_encoding
+from unickpt.format.chunk_encoding import zarr_metadata
 from unickpt.format.chunk_grid import Part
-from unickpt.format.codec import zarr_metadata
 from unickpt.format.index import ArrayEntry
 
 SHAPES = st.lists(st.integers(1, 7), max_size=3).map(tuple)
@@ -56,7 +56,7 @@ def test_they_are_those_of_tensorstore(
     for number in range(part.count):
         box = part.chunk_box(number)
         one = values[box.slices].copy()
-        array[box.slices].write(codec.as_stored(one, dtype)).result()
+        array[box.slices].write(chunk_encoding.as_stored(one, dtype)).result()
         expected = kv.read(part.chunk_key(number)).result().value
-        found = b"".join(codec.raw(part, one))
+        found = b"".join(chunk_encoding.raw(part, one))
         assert found == expected, box

@@ -22,7 +22,7 @@ import unickpt
 from unickpt import CheckpointCorrupt, CheckpointNotFound, StorageError
 from unickpt.commit.coordinator import Coordinator
 from unickpt.errors import CheckpointReplaced
-from unickpt.format import codec, index_json, verified_chunks
+from unickpt.format import chunk_encoding, index_json, verified_chunks
 from unickpt.format.ocdbt_reader import OcdbtReader
 from unickpt.loading import views
 from unickpt.reading import array_reader, checkpoint, chunk_reader, read_plan
@@ -315,8 +315,8 @@ def test_a_bug_is_never_told_as_damage(
         found = outcome(holder, name, lambda: (unickpt.load(path, like), unickpt.verify(path)))
         assert found is bug, name
     saving: list[tuple[Any, str]] = [
-        (Coordinator, "_merge"), (Coordinator, "_build_root"), (codec, "bytes_of"),
-        (codec, "encode"), (DataFile, "add"), (index_json, "encode"),
+        (Coordinator, "_merge"), (Coordinator, "_build_root"), (chunk_encoding, "bytes_of"),
+        (chunk_encoding, "encode"), (DataFile, "add"), (index_json, "encode"),
     ]  # fmt: skip
     other = {"w": np.ones(20_000)}
     for holder, name in saving:

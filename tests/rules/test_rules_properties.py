@@ -19,7 +19,7 @@ import unickpt
 from unickpt import LoadOptions, Rules, SaveOptions
 from unickpt.arrays.index_map import Digit, linear_index, pull
 from unickpt.format.index import ArrayEntry
-from unickpt.frameworks.protocol import ArrayTarget
+from unickpt.frameworks.adapter_protocol import ArrayTarget
 from unickpt.reading.array_reader import read_arrays
 from unickpt.reading.targets import NewTarget
 from unickpt.rules.view import through

@@ -35,8 +35,8 @@ options = unickpt.SaveOptions(group=group, timeout_s=timeout_s, chunk_bytes=4096
 arguments = {{"keep_last": 2, "options": options, "local": local}}
 arguments["keep"] = unickpt.Retention(keep_every=5)
 if local and count > 1:
-    unickpt.runs.removal.check_shared = lambda *_: None  # they cannot agree
-    unickpt.runs.removal.Removal._remove_abandoned = lambda *_: None
+    unickpt.runs.requested_removal.check_shared = lambda *_: None  # they cannot agree
+    unickpt.runs.requested_removal.Removal._remove_abandoned = lambda *_: None
 try:
     with unickpt.Checkpointer(root, **arguments) as checkpointer:
         pending = {{}}
@@ -200,7 +200,7 @@ def test_many_jobs_killed_at_random_moments(forks: Forks, tmp_path: Path) -> Non
 def test_what_a_killed_job_asked_its_processes_by_is_removed(tmp_path: Path) -> None:
     root, local = tmp_path / "root", tmp_path / "local"
     local.mkdir()
-    (local / ".unickpt-7fae10a15bc30d8").touch()  # as `removal.check_shared` writes it
+    (local / ".unickpt-7fae10a15bc30d8").touch()  # as `requested_removal.check_shared` writes it
     (local / ".keep").touch()
     with Checkpointer(root, local=local, options=SaveOptions(fsync=False)) as checkpointer:
         checkpointer.save(1, numbers(1))

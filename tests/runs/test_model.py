@@ -52,7 +52,7 @@ import unickpt
 from unickpt import Checkpointer, CheckpointExists, SaveConflict, StorageError, UnsupportedLeaf
 from unickpt.commit.coordinator import Coordinator
 from unickpt.errors import LaterStepsExist
-from unickpt.runs import orphans
+from unickpt.runs import save_leftovers
 from unickpt.saving.writer import ChunkWriter
 from unickpt.storage import paths
 from unickpt.types import PendingSave
@@ -116,7 +116,7 @@ class Runs(RuleBasedStateMachine):
     ) -> None:
         self.folder = Path(tempfile.mkdtemp())
         self.patch = pytest.MonkeyPatch()
-        self.patch.setattr(orphans, "RECENT_S", -60)
+        self.patch.setattr(save_leftovers, "RECENT_S", -60)
         self.patch.delenv("TMPDIR", raising=False)
         self.storage = storage
         self.runs = "run"
@@ -566,7 +566,7 @@ class Runs(RuleBasedStateMachine):
             self.run.release()
             for folder in (self.root, self.local, self.twin):
                 if folder is not None and ("://" in folder or os.path.isdir(folder)):
-                    orphans.clean(folder, orphans.find(folder).orphans)
+                    save_leftovers.clean(folder, save_leftovers.find(folder).orphans)
 
     def _copy(self, step: int) -> None:
         """A copy elsewhere is whole."""

@@ -19,7 +19,7 @@ from support.unknown import with_feature
 import unickpt
 from unickpt import Checkpointer, SaveOptions
 from unickpt.errors import CheckpointExists, SaveConflict, UnsupportedFormat
-from unickpt.runs import orphans
+from unickpt.runs import save_leftovers
 from unickpt.runs.pruning import PruneRun
 from unickpt.runs.retention import Retention
 
@@ -165,12 +165,12 @@ def test_what_it_refers_to_is_neither_replaced_nor_removed(tmp_path: Path) -> No
 @pytest.mark.plugins
 def test_a_retired_step_that_it_refers_to_stays(tmp_path: Path) -> None:
     borrowing(tmp_path)
-    run = orphans.paths.resolve(tmp_path / "step_0")
-    digest = orphans.borrowed.retire(run, orphans.paths.context())
+    run = save_leftovers.paths.resolve(tmp_path / "step_0")
+    digest = save_leftovers.borrowed.retire(run, save_leftovers.paths.context())
     before = files(tmp_path / "step_0")
     assert digest
-    with mock.patch.object(orphans, "RECENT_S", -1.0):
-        assert not orphans.clean(tmp_path, orphans.find(tmp_path).orphans)
+    with mock.patch.object(save_leftovers, "RECENT_S", -1.0):
+        assert not save_leftovers.clean(tmp_path, save_leftovers.find(tmp_path).orphans)
     with Checkpointer(tmp_path, keep_last=1, options=FAST) as ckpt:
         ckpt.save(2, state(2), wait=True)
         ckpt.wait()
@@ -185,14 +185,14 @@ def test_nothing_of_it_is_cleaned(tmp_path: Path, caplog: pytest.LogCaptureFixtu
     other = tmp_path / "unused" / "processes" / "0123456789abcdef-000000" / "00000" / "d"
     other.mkdir(parents=True)
     (other / ("0" * 32)).write_bytes(b"x")
-    location = orphans.paths.resolve(tmp_path / "retired")
-    orphans.borrowed.retire(location, orphans.paths.context())
+    location = save_leftovers.paths.resolve(tmp_path / "retired")
+    save_leftovers.borrowed.retire(location, save_leftovers.paths.context())
     old = time.time() - 1e6
     for file in tmp_path.rglob("*"):
         os.utime(file, (old, old))
     before = files(tmp_path)
     with caplog.at_level(logging.WARNING):
-        found = orphans.find(tmp_path)
+        found = save_leftovers.find(tmp_path)
     assert not found.orphans
     assert not found.under_way
     told = " ".join(record.getMessage() for record in caplog.records)

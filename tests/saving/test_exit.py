@@ -18,7 +18,7 @@ import os, sys, time
 import numpy as np
 import threading
 import unickpt
-from unickpt.storage import kvstore
+from unickpt.storage import tensorstore_calls
 from unickpt.storage.data_files import DataFile
 
 start = threading.Thread.start
@@ -38,7 +38,7 @@ def slow(*arguments):
 
 def broken(*arguments):
     time.sleep(0.3)
-    raise kvstore.Failed("RESOURCE_EXHAUSTED: the disk is full")
+    raise tensorstore_calls.Failed("RESOURCE_EXHAUSTED: the disk is full")
 
 def work(outcome="slow", ask=False):
     DataFile.add = globals()[outcome]

@@ -16,7 +16,7 @@ from support.saving import in_job
 import unickpt
 from unickpt import Checkpointer, SaveOptions
 from unickpt.arrays.box import Box
-from unickpt.frameworks.protocol import Fragment, Memory, Transfer
+from unickpt.frameworks.adapter_protocol import Fragment, Memory, Transfer
 from unickpt.saving.background import SaveQueue, SaveRequest
 from unickpt.saving.snapshot_policy import SnapshotMethod, SnapshotPolicy
 from unickpt.saving.staging_memory import HostMemoryPool

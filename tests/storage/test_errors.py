@@ -1,4 +1,4 @@
-"""Failures of the storage have types; only `kvstore` looks into TensorStore's messages."""
+"""Failures of the storage have types; only `tensorstore_calls` reads TensorStore's messages."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from unickpt.errors import CheckpointCorrupt, StorageError
-from unickpt.storage import errors, kvstore, local_files, paths
+from unickpt.storage import errors, local_files, paths, tensorstore_calls
 from unickpt.storage.errors import Damaged, Failed, MissingFolder
 from unickpt.storage.locations import folders_with
 
@@ -36,15 +36,15 @@ from unickpt.storage.locations import folders_with
 def test_what_tensorstore_raises_has_a_type(
     raised: Exception, kind: type[Failed], said: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kvstore, "_credentials", str)  # those of S3 are in their own tests
-    with pytest.raises(Failed) as caught, kvstore.asking():
+    monkeypatch.setattr(tensorstore_calls, "_credentials", str)  # S3 has its own tests
+    with pytest.raises(Failed) as caught, tensorstore_calls.asking():
         raise raised
     assert type(caught.value) is kind
     assert said is None or str(caught.value) == said
 
 
 def test_the_number_of_the_operating_system_is_kept() -> None:
-    with pytest.raises(Failed) as caught, kvstore.asking():
+    with pytest.raises(Failed) as caught, tensorstore_calls.asking():
         raise OSError("RESOURCE_EXHAUSTED: Failed to write: \\x41 [os_error_code='28'] [a='b']")
     assert caught.value.errno == errno.ENOSPC
     assert str(caught.value) == "RESOURCE_EXHAUSTED: Failed to write: A"

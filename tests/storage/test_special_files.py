@@ -126,9 +126,9 @@ def test_a_reader_of_locks_is_not_blocked(tmp_path: Path, forks: Forks) -> None:
         forks.start(
             """
 import unickpt
-from unickpt.runs import orphans
+from unickpt.runs import save_leftovers
 from unickpt.storage import local_folders
-print(orphans.find(ARGS[0]).holder)
+print(save_leftovers.find(ARGS[0]).holder)
 print(local_folders._why_held(ARGS[0] + "/manifest.ocdbt.exclusive.__lock"))
 """,
             str(tmp_path / "run"),

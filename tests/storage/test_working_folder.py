@@ -13,7 +13,7 @@ from support.saving import same
 
 import unickpt
 from unickpt import Checkpointer, SaveOptions
-from unickpt.runs import orphans
+from unickpt.runs import save_leftovers
 
 FAST = SaveOptions(fsync=False, timeout_s=20)
 
@@ -130,7 +130,7 @@ def test_a_home_folder_is_one_place(folders: tuple[Path, Path], monkeypatch: Any
     options = SaveOptions(fsync=False, base="~/home/step_1")
     assert unickpt.save("~/home/b", state(1), options=options).reused_bytes > 0
     assert same(unickpt.load("~/home/b"), state(1))
-    assert orphans.find("~/home").orphans == ()
+    assert save_leftovers.find("~/home").orphans == ()
     assert steps_in(folders[0]) == ["fast", "home"]
 
 

@@ -13,7 +13,7 @@ from unittest import mock
 import tensorstore as ts
 
 from unickpt.format.ocdbt_reader import OcdbtReader
-from unickpt.format.reader import Request
+from unickpt.format.reader_protocol import Request
 from unickpt.storage.database import LocalDatabaseReader
 from unickpt.storage.ocdbt import DatabaseReader
 

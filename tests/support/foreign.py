@@ -16,7 +16,7 @@ import pytest
 
 import unickpt
 from support import TESTS
-from unickpt.format import formats
+from unickpt.format import reader_registry
 from unickpt.format.files import Files
 from unickpt.storage.paths import resolve
 
@@ -85,11 +85,11 @@ def differing(
 @contextmanager
 def registered(format: Any) -> Iterator[None]:
     """While a format is known."""
-    formats.register(format)
+    reader_registry.register(format)
     try:
         yield
     finally:
-        formats.unregister(format)
+        reader_registry.unregister(format)
 
 
 def count_reads(patch: pytest.MonkeyPatch) -> list[tuple[str, int]]:

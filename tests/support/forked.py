@@ -46,7 +46,7 @@ PRELOADED = {
         "unickpt",
         "unickpt.adapters.numpy",
         "unickpt.backends.file",
-        "unickpt.format.writers",
+        "unickpt.format.writer_registry",
         "unickpt.rules.view",
         "unickpt.runs.checkpointer",
         "unickpt.plugins.incremental",

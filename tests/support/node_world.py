@@ -33,10 +33,10 @@ from unickpt.plugins.nodes.peer_copies import PeerCopies
 from unickpt.plugins.nodes.silent_nodes import SilentNodes
 from unickpt.runs import (
     attempt_folders,
-    cleaning,
+    background_removal,
     current_steps,
-    orphans,
-    removal,
+    requested_removal,
+    save_leftovers,
     step_folder,
     tier_copies,
 )
@@ -708,10 +708,10 @@ def patches() -> list[Any]:
         patch(version, "context", nothing),
         patch(paths, "context", nothing),
         patch(attempt_folders, "remove_checkpoint", remove_checkpoint),
-        patch(orphans, "remove_crashed", remove_crashed),
+        patch(save_leftovers, "remove_crashed", remove_crashed),
         patch(step_folder, "Lease", Lease),
         patch(step_folder, "folders_with", folders_with),
-        patch(removal, "check_shared", lambda group, local: None),
+        patch(requested_removal, "check_shared", lambda group, local: None),
         patch(step_folder.StepFolder, "damage", damage),
         patch(current_steps, "Lease", Lease),
         patch(current_steps, "threading", threads),
@@ -733,7 +733,9 @@ def patches() -> list[Any]:
     chosen += [patch(m, "storage_context", nothing) for m in (membership, upload_notes, uploads)]
     chosen += [patch(m, "time", clock) for m in (membership, uploads)]
     chosen += [patch(m, "fetched", fetched) for m in (peer_copies, node_parity)]
-    chosen += [patch(m, "SerialExecutor", Executor) for m in (peer_copies, cleaning, tier_copies)]
+    chosen += [
+        patch(m, "SerialExecutor", Executor) for m in (peer_copies, background_removal, tier_copies)
+    ]
     return chosen
 
 

@@ -16,8 +16,8 @@ from unickpt.errors import CheckpointCorrupt
 from unickpt.format.chunk_grid import free_chunk
 from unickpt.format.files import Files
 from unickpt.format.index import ArrayEntry, Index
-from unickpt.format.reader import Reader, Request
-from unickpt.format.writer import Data, Plan, PlannedFile, text_file
+from unickpt.format.reader_protocol import Reader, Request
+from unickpt.format.writer_protocol import Data, Plan, PlannedFile, text_file
 from unickpt.storage.locations import Location
 from unickpt.trees import tree_json
 

@@ -19,7 +19,7 @@ import unickpt
 from support.quantized import codes_of
 from support.run_folders import refuse
 from unickpt import Checkpointer, Retention, SaveOptions, UnickptError
-from unickpt.runs import orphans
+from unickpt.runs import save_leftovers
 from unickpt.storage import paths
 from unickpt.types import PendingSave
 
@@ -473,9 +473,9 @@ def check_tidy(folder: str | None, steps: Collection[int] | None) -> None:
     """
     if folder is None or not os.path.isdir(folder):
         return
-    found = orphans.find(folder)
+    found = save_leftovers.find(folder)
     assert found.holder is None, found.holder
-    orphans.clean(folder, found.orphans)
+    save_leftovers.clean(folder, found.orphans)
     for name in os.listdir(folder):
         if name in (".unickpt.lock", ".unickpt.apart"):
             continue

@@ -11,8 +11,8 @@ from rich.text import Text
 
 from unickpt.quoting import counted, size_text
 from unickpt.reading.listing import checkpoints_below
-from unickpt.runs import orphans
-from unickpt.runs.orphans import Orphan, OrphanSearch
+from unickpt.runs import save_leftovers
+from unickpt.runs.save_leftovers import Orphan, OrphanSearch
 from unickpt.storage import paths
 from unickpt.tools.terminal.output import AsJson, clean, confirm, console, fail, print_json, warn
 from unickpt.tools.terminal.tables import print_table
@@ -47,7 +47,7 @@ def command(
     if location.link is not None:
         fail(f"{root} is a symbolic link; give {os.path.realpath(str(location))}")
     checkpoints_below(root)  # raises where there is no such folder
-    search = orphans.find(root)
+    search = save_leftovers.find(root)
     if search.holder is not None:
         fail(f"{root}: a job saves here now ({search.holder}); clean up when it has ended")
     to_remove = [*search.orphans, *(search.unknown if unknown_age else ())]
@@ -56,7 +56,7 @@ def command(
         _show(root, to_remove, search, unknown_age)
     if to_remove and not yes:
         confirm(f"Remove {counted(len(to_remove), 'orphan')}?")
-    removed = orphans.clean(root, to_remove) if to_remove else []
+    removed = save_leftovers.clean(root, to_remove) if to_remove else []
     remaining += [orphan for orphan in to_remove if orphan not in removed]
     if as_json:
         sides = {"removed": removed, "kept": remaining}

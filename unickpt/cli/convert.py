@@ -12,11 +12,11 @@ from rich.text import Text
 
 import unickpt
 from unickpt import Checkpoint
-from unickpt.format import writers
+from unickpt.format import writer_registry
 from unickpt.frameworks.memory_budget import MOST_WORKING
 from unickpt.quoting import counted, size_text
 from unickpt.tools.conversion_preview import Preview, PreviewRow, folded, preview
-from unickpt.tools.terminal import options, output
+from unickpt.tools.terminal import command_options, output
 from unickpt.tools.terminal.tables import print_table
 
 
@@ -42,10 +42,10 @@ def _make(
 def command(
     source: output.Where,
     destination: Annotated[str, typer.Argument(help="The path of the new checkpoint.")],
-    rules: options.RulesName = None,
-    inverse: options.Inverse = False,
-    size: options.Sizes = None,
-    under: options.Under = "",
+    rules: command_options.RulesName = None,
+    inverse: command_options.Inverse = False,
+    size: command_options.Sizes = None,
+    under: command_options.Under = "",
     like: Annotated[
         str | None,
         typer.Option("--like", help="A checkpoint with the names and shapes of the new one."),
@@ -54,12 +54,12 @@ def command(
         bool,
         typer.Option("--dry-run", help="Print which leaves would be made from which, and stop."),
     ] = False,
-    overwrite: options.Overwrite = False,
-    verify: options.Verify = True,
-    budget: options.BudgetOption = None,
-    compression: options.Compression = None,
-    quantize: options.Quantize = None,
-    hint: options.HintOption = None,
+    overwrite: command_options.Overwrite = False,
+    verify: command_options.Verify = True,
+    budget: command_options.BudgetOption = None,
+    compression: command_options.Compression = None,
+    quantize: command_options.Quantize = None,
+    hint: command_options.HintOption = None,
     as_json: output.AsJson = False,
 ) -> None:
     """Convert a checkpoint through rules, with bounded memory.
@@ -81,8 +81,8 @@ def command(
     largest_relative_error}}}, or for --dry-run {plan: [{made, made_of, source, destination, rule,
     notes}], doubts: [text]}. Fields are only ever added.
     """
-    parsed_rules = options.read_rules(rules, inverse, size)
-    opened = options.source_of(source, hint, under)
+    parsed_rules = command_options.read_rules(rules, inverse, size)
+    opened = command_options.source_of(source, hint, under)
     if like is not None and parsed_rules is None:
         output.fail("--like needs --rules")
     if dry_run or os.environ.get("RANK", "0") == "0":
@@ -92,9 +92,9 @@ def command(
     if dry_run:
         _print_preview(plan, as_json)
         return
-    written_as = options.save_options(budget, compression, quantize)
-    format_name = options.checked_format(None, destination)
-    if format_name != writers.OWN and (compression or quantize):
+    written_as = command_options.save_options(budget, compression, quantize)
+    format_name = command_options.checked_format(None, destination)
+    if format_name != writer_registry.OWN and (compression or quantize):
         output.fail(f"--compression and --quantize are of unickpt's own format, not {format_name}")
     made_by: dict[str, Any] = {"rules": parsed_rules, "overwrite": overwrite, "to": format_name}
     made_by |= {"like": like, "verify": verify, "options": written_as}
@@ -123,11 +123,11 @@ def _cells(row: PreviewRow) -> tuple[str, ...]:
 def export(
     source: output.Where,
     destination: Annotated[str, typer.Argument(help="A path or URL: a folder, or one file.")],
-    to: options.To = None,
-    rules: options.RulesName = None,
-    inverse: options.Inverse = False,
-    size: options.Sizes = None,
-    under: options.Under = "",
+    to: command_options.To = None,
+    rules: command_options.RulesName = None,
+    inverse: command_options.Inverse = False,
+    size: command_options.Sizes = None,
+    under: command_options.Under = "",
     max_shard_size: Annotated[
         str | None,
         typer.Option("--max-shard-size", help="hf, trainer: the largest file, such as 5GB."),
@@ -150,10 +150,10 @@ def export(
     layout: Annotated[
         str | None, typer.Option("--layout", help="orbax: tree, the default, or step.")
     ] = None,
-    overwrite: options.Overwrite = False,
-    verify: options.Verify = True,
-    budget: options.BudgetOption = None,
-    hint: options.HintOption = None,
+    overwrite: command_options.Overwrite = False,
+    verify: command_options.Verify = True,
+    budget: command_options.BudgetOption = None,
+    hint: command_options.HintOption = None,
     as_json: output.AsJson = False,
 ) -> None:
     """Write a checkpoint for another system, with bounded memory.
@@ -181,31 +181,31 @@ def export(
         "untrained": untrained or None,
     }
     of_format: Any = {name: value for name, value in format_options.items() if value is not None}
-    parsed_rules = options.read_rules(rules, inverse, size)
-    to = options.checked_format(to, destination)
-    if to == writers.OWN:
-        output.fail(f"say with --to which format to write: {', '.join(writers.names())}")
+    parsed_rules = command_options.read_rules(rules, inverse, size)
+    to = command_options.checked_format(to, destination)
+    if to == writer_registry.OWN:
+        output.fail(f"say with --to which format to write: {', '.join(writer_registry.names())}")
     try:
-        writers.make_writer(to, of_format)
+        writer_registry.make_writer(to, of_format)
     except (ValueError, TypeError) as error:
         output.fail(str(error))
     _make(
-        "exported", options.source_of(source, hint, under), destination, as_json, to=to,
+        "exported", command_options.source_of(source, hint, under), destination, as_json, to=to,
         rules=parsed_rules, overwrite=overwrite, verify=verify,
-        options=options.save_options(budget), **of_format,
+        options=command_options.save_options(budget), **of_format,
     )  # fmt: skip
 
 
 def import_(
     source: output.Where,
     destination: Annotated[str, typer.Argument(help="The path of the new checkpoint.")],
-    rules: options.RulesName = None,
-    inverse: options.Inverse = False,
-    size: options.Sizes = None,
-    under: options.Under = "",
-    overwrite: options.Overwrite = False,
-    budget: options.BudgetOption = None,
-    hint: options.HintOption = None,
+    rules: command_options.RulesName = None,
+    inverse: command_options.Inverse = False,
+    size: command_options.Sizes = None,
+    under: command_options.Under = "",
+    overwrite: command_options.Overwrite = False,
+    budget: command_options.BudgetOption = None,
+    hint: command_options.HintOption = None,
     as_json: output.AsJson = False,
 ) -> None:
     """Convert another system's checkpoint to unickpt's own format.
@@ -220,8 +220,8 @@ def import_(
 
     --json prints {url, arrays, bytes, chunks, processes, seconds}. Fields are only ever added.
     """
-    parsed_rules = options.read_rules(rules, inverse, size)
-    opened = options.source_of(source, hint, under)
+    parsed_rules = command_options.read_rules(rules, inverse, size)
+    opened = command_options.source_of(source, hint, under)
 
     def check() -> None:
         report = unickpt.diff(opened, destination, rules=parsed_rules)
@@ -229,17 +229,20 @@ def import_(
             row = report.differences[0]
             output.fail(f"{row.name!r} differs from the source: {row.problem}; import it again")
 
-    written_as = options.save_options(budget)
+    written_as = command_options.save_options(budget)
     made_by: dict[str, Any] = {"rules": parsed_rules, "overwrite": overwrite}
-    made_by |= {"options": written_as, "to": options.checked_format(writers.OWN, destination)}
+    made_by |= {
+        "options": written_as,
+        "to": command_options.checked_format(writer_registry.OWN, destination),
+    }
     _make("imported", opened, destination, as_json, check=check, **made_by)
 
 
 def copy(
     source: Annotated[str, typer.Argument(help="A checkpoint of unickpt's own format.")],
     destination: Annotated[str, typer.Argument(help="The path of the copy.")],
-    overwrite: options.Overwrite = False,
-    budget: options.BudgetOption = None,
+    overwrite: command_options.Overwrite = False,
+    budget: command_options.BudgetOption = None,
     as_json: output.AsJson = False,
 ) -> None:
     """Copy a checkpoint to another place, and check it there.

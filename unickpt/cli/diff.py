@@ -10,7 +10,7 @@ from rich.text import Text
 
 import unickpt
 from unickpt.quoting import counted, size_text
-from unickpt.tools.terminal import options
+from unickpt.tools.terminal import command_options
 from unickpt.tools.terminal.output import (
     DIFFERENT,
     AsJson,
@@ -27,17 +27,17 @@ from unickpt.types import ArrayDifference, DiffReport
 def command(
     first: Where,
     second: Where,
-    rules: options.RulesName = None,
-    inverse: options.Inverse = False,
-    size: options.Sizes = None,
-    under: options.Under = "",
+    rules: command_options.RulesName = None,
+    inverse: command_options.Inverse = False,
+    size: command_options.Sizes = None,
+    under: command_options.Under = "",
     layout: Annotated[
         bool, typer.Option("--layout", help="Also show different meshes and splits.")
     ] = False,
     rtol: Annotated[
         float, typer.Option("--rtol", help="Relative difference that counts as none.", min=0.0)
     ] = 0.0,
-    hint: options.HintOption = None,
+    hint: command_options.HintOption = None,
     as_json: AsJson = False,
 ) -> None:
     """Compare two checkpoints: names, shapes, dtypes and values.
@@ -53,10 +53,10 @@ def command(
     --json prints {same, arrays, read_bytes, seconds, differences: [{name, problem, first, second,
     unequal, max_abs, max_rel}]}. Fields are only ever added.
     """
-    parsed_rules = options.read_rules(rules, inverse, size)
+    parsed_rules = command_options.read_rules(rules, inverse, size)
     with transfer() as progress:
         report = unickpt.diff(
-            options.source_of(first, hint),
+            command_options.source_of(first, hint),
             second,
             rules=parsed_rules,
             under=under,

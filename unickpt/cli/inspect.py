@@ -18,14 +18,14 @@ from unickpt.cli import fragment_map, timing_table
 from unickpt.cli.nonfinite import Nonfinite, count_nonfinite
 from unickpt.display import tree_table
 from unickpt.format import ocdbt_reader, unit_steps
+from unickpt.format.chunk_encoding import AUTO, common_codec
 from unickpt.format.chunk_grid import Part
-from unickpt.format.codec import AUTO, common_codec
-from unickpt.format.codecs import as_codecs, codec_of
+from unickpt.format.codec_protocol import as_codecs, codec_of
 from unickpt.format.index import ArrayEntry, Index
 from unickpt.quoting import counted, first_few, quoted, size_text
 from unickpt.reading.checkpoint import Checkpoint, opened
 from unickpt.reading.stored_array import StoredArray
-from unickpt.tools.terminal.options import HintOption, Under, source_of
+from unickpt.tools.terminal.command_options import HintOption, Under, source_of
 from unickpt.tools.terminal.output import AsJson, Where, clean, console, fail, print_json
 from unickpt.tools.terminal.tables import Cell, date_text, print_table, shape_text
 from unickpt.trees import tree, tree_json

@@ -14,12 +14,12 @@ import unickpt
 from unickpt.arrays.names import natural
 from unickpt.cli.clean import print_kept, print_orphans, rows_json
 from unickpt.errors import CheckpointNotFound, UnickptError
-from unickpt.format.formats import SeveralCheckpoints
+from unickpt.format.reader_registry import SeveralCheckpoints
 from unickpt.quoting import size_text
 from unickpt.reading.checkpoint import Checkpoint, open_reader
 from unickpt.reading.listing import Listed, checkpoints_below, other_folders
-from unickpt.runs import orphans
-from unickpt.runs.orphans import OrphanSearch
+from unickpt.runs import save_leftovers
+from unickpt.runs.save_leftovers import OrphanSearch
 from unickpt.storage import paths
 from unickpt.tools.terminal.output import AsJson, clean, print_json
 from unickpt.tools.terminal.tables import Cell, date_text, print_table
@@ -64,7 +64,7 @@ def command(
         with ThreadPoolExecutor(_OPEN_AT_ONCE) as pool:
             checkpoints = _search(root, pool)
         checkpoints.sort(key=lambda facts: natural(facts["name"]))
-        left = orphans.find(root)
+        left = save_leftovers.find(root)
     if as_json:
         beside = {
             "orphans": rows_json(left.orphans),

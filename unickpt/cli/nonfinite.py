@@ -9,7 +9,7 @@ from rich.text import Text
 
 import unickpt
 from unickpt.quoting import counted
-from unickpt.tools.terminal.options import source_of
+from unickpt.tools.terminal.command_options import source_of
 from unickpt.tools.terminal.output import clean, console, print_json, transfer
 from unickpt.tools.terminal.tables import print_table
 

@@ -11,7 +11,7 @@ import unickpt
 from unickpt.cli.nonfinite import Nonfinite, count_nonfinite
 from unickpt.quoting import counted, size_text
 from unickpt.reading.verification import VerifyReport
-from unickpt.tools.terminal.options import HintOption, source_of
+from unickpt.tools.terminal.command_options import HintOption, source_of
 from unickpt.tools.terminal.output import (
     DAMAGED,
     AsJson,

@@ -26,8 +26,9 @@ from unickpt.errors import SaveConflict, StorageError, out_of_memory
 from unickpt.format import index_json
 from unickpt.format.index import INDEX_KEY
 from unickpt.frameworks.process_group import Group, saved_apart
-from unickpt.storage import data_files, errors, local_folders, locations, paths
+from unickpt.storage import data_files, errors, local_folders, paths
 from unickpt.storage.database import Database
+from unickpt.storage.disk_space import room_text
 from unickpt.storage.locations import Location
 
 if TYPE_CHECKING:
@@ -205,7 +206,7 @@ class Attempt:
         if not isinstance(error, errors.Failed):
             return error
         folder = os.path.dirname(self.own.path.rstrip("/"))
-        room = locations.room_text(self.own, error, self.planned_bytes, folder)
+        room = room_text(self.own, error, self.planned_bytes, folder)
         return errors.writing_failed(error, f"saving to {self.location}", room)
 
     def publish(self, record: Record, kind: str = OK) -> None:

@@ -24,9 +24,9 @@ from unickpt.commit.messages import OK, parse_note
 from unickpt.commit.progress_reports import COMMIT, NOT_BEGUN, WORDS, WRITE, Report
 from unickpt.errors import SaveTimeout
 from unickpt.frameworks.members import legend
+from unickpt.frameworks.os_process_states import CAUSES, STOPPED, state_of
 from unickpt.frameworks.process_group import members_of
-from unickpt.frameworks.process_states import CAUSES, STOPPED, state_of
-from unickpt.storage.kvstore import KvStore
+from unickpt.storage.tensorstore_calls import KvStore
 
 _log = logging.getLogger("unickpt")
 _FIRST_S = 30.0

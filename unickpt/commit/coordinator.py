@@ -29,7 +29,7 @@ from unickpt.commit.messages import (
     statistics_of,
 )
 from unickpt.errors import CheckpointCorrupt, StorageError, UnsupportedLeaf
-from unickpt.format import codec, index_json
+from unickpt.format import chunk_encoding, index_json
 from unickpt.format.index import BORROWED_KEY, DIGESTS_KEY, INDEX_KEY, Index, tree_of
 from unickpt.frameworks.job_bytes import JobBytes
 from unickpt.frameworks.process_group import saved_apart
@@ -216,7 +216,11 @@ class Coordinator:
         attempt, index, chunks = self.attempt, merged.index, merged.chunks
         encoded = index_json.encode(index)
         check_readable(encoded, str(self._location))
-        extra = {**codec.zarr_keys(index), DIGESTS_KEY: chunks.table.tobytes(), INDEX_KEY: encoded}
+        extra = {
+            **chunk_encoding.zarr_keys(index),
+            DIGESTS_KEY: chunks.table.tobytes(),
+            INDEX_KEY: encoded,
+        }
         extra |= took
         if index.bases:
             extra[BORROWED_KEY] = chunks.borrowed.tobytes()

@@ -22,12 +22,12 @@ import tensorstore as ts
 
 from unickpt.commit.messages import parse_note
 from unickpt.errors import SaveConflict
+from unickpt.frameworks.os_process_states import DEAD, Identity, own_identity, state_of
 from unickpt.frameworks.process_group import saved_apart
-from unickpt.frameworks.process_states import DEAD, Identity, own_identity, state_of
 from unickpt.storage import errors, paths
-from unickpt.storage.kvstore import KvStore
 from unickpt.storage.local_folders import FileLock
 from unickpt.storage.locations import Location
+from unickpt.storage.tensorstore_calls import KvStore
 from unickpt.threads import start
 
 NAME = ".unickpt.lock"

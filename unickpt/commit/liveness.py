@@ -22,8 +22,8 @@ from unickpt.commit.attempt import Attempt, AttemptState
 from unickpt.commit.messages import MORE, OK, REQUEST, REQUESTED, Notes, Verb, end_note, parse_note
 from unickpt.commit.progress_reports import Report
 from unickpt.commit.progress_writer import Progress, Reporter, phase_of, reports_of
+from unickpt.frameworks.os_process_states import DEAD, Identity, state_of
 from unickpt.frameworks.process_group import session_of
-from unickpt.frameworks.process_states import DEAD, Identity, state_of
 
 FIRST_S = {False: 0.05, True: 1.0}
 """Seconds until the first sign; by whether the storage is remote. Shorter saves make none."""

@@ -17,13 +17,13 @@ from unickpt.arrays.box import Box
 from unickpt.commit.merge_chunks import Chunks, Column, Requests, merged_chunks, requests
 from unickpt.commit.messages import ELSEWHERE, Names, Records
 from unickpt.errors import CoverageError
-from unickpt.format import chunk_grid, codecs, digest_table
+from unickpt.format import chunk_grid, codec_protocol, digest_table
 from unickpt.format.index import RESERVED, ArrayEntry, Index, PerProcessEntry
 from unickpt.trees import tree, tree_json
 
 if TYPE_CHECKING:
     from unickpt.commit.differing_replicas import ReplicaDifference
-    from unickpt.format.encoders import EncodingPolicy
+    from unickpt.format.encoder_protocol import EncodingPolicy
 
 Merging = Callable[[Mapping[int, Any], Sequence[Mapping[str, float]]], Any]
 """Merges notes about a save, by process, with the statistics of all processes."""
@@ -409,7 +409,7 @@ def with_notes(
                     notes.setdefault(name, []).append(note)
     for name, entry in index.arrays.items():
         if (codec := entry.codec) is not None:
-            extra = {codec: codecs.merge(codec, notes.get(name, []))}
+            extra = {codec: codec_protocol.merge(codec, notes.get(name, []))}
             arrays[name] = replace(entry, extra=extra)
     return arrays
 

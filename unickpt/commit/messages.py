@@ -25,8 +25,8 @@ from unickpt.format.index import BaseEntry, Index, nbytes_of
 from unickpt.frameworks.job_bytes import GroupBytes
 from unickpt.frameworks.process_group import Group
 from unickpt.storage.btree.builder import INLINE, PLACE_DTYPE, PLACE_FIELDS
-from unickpt.storage.kvstore import KvStore
 from unickpt.storage.locations import Location
+from unickpt.storage.tensorstore_calls import KvStore
 
 T = TypeVar("T")
 
@@ -69,7 +69,7 @@ class Record:
         bases: the sibling checkpoints from which values are borrowed.
         additions: one element of `ADDITION_DTYPE` for each value that is added to a chunk,
             ascending.
-        extra: the codecs' notes about arrays, by codec and array number (`codecs.Extra`).
+        extra: the codecs' notes about arrays, by codec and array number (`codec_protocol.Extra`).
         notes: the features' notes about the save of this process, by feature name.
         units: the step of each of its units, by key, if a save may leave some out.
         group_bytes: of the groups of replicas in which the process is the first (`JobBytes`).

@@ -13,17 +13,17 @@ from typing import Annotated
 import msgspec
 
 from unickpt.commit.messages import parse_note
-from unickpt.frameworks import process_states
-from unickpt.frameworks.process_states import DISK, RUNS, STOPPED, Identity
+from unickpt.frameworks import os_process_states
+from unickpt.frameworks.os_process_states import DISK, RUNS, STOPPED, Identity
 from unickpt.storage.errors import Damaged
-from unickpt.storage.kvstore import KvStore
+from unickpt.storage.tensorstore_calls import KvStore
 
 _SUFFIX = ".at"
 _BYTES = 512
 WRITE, WAIT, COMMIT = "write", "wait", "commit"
 WORDS = {WRITE: "writing", WAIT: "waiting", COMMIT: "committing"}
 """The phases that a process reports, and what it does in each."""
-CAUSES = process_states.CAUSES
+CAUSES = os_process_states.CAUSES
 """The states in which a process makes no progress."""
 NOT_BEGUN, DONE = "not begun", "done"
 _State = Annotated[str, msgspec.Meta(pattern=rf"\A({RUNS}|{STOPPED}|{DISK})\Z")]
@@ -44,7 +44,7 @@ class Report:
         processes: how many save together.
         number: how many reports it has already written.
         identity: of the process; None if it saves alone.
-        neighbours: the states of its neighbours, as far as it sees them (`process_states`).
+        neighbours: the states of its neighbours, as far as it sees them (`os_process_states`).
         description: xxh3-64 of its encoded description; 0 if it saves alone.
     """
 

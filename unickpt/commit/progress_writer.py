@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from unickpt.commit import progress_reports
 from unickpt.commit.attempt import Attempt, AttemptState
 from unickpt.commit.progress_reports import Report
-from unickpt.frameworks.process_states import own_identity
+from unickpt.frameworks.os_process_states import own_identity
 from unickpt.storage import paths
-from unickpt.storage.kvstore import KvStore
+from unickpt.storage.tensorstore_calls import KvStore
 
 Progress = Callable[[], tuple[float, int]]
 """Returns the seconds since the save was requested, and the bytes that are done."""

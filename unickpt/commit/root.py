@@ -32,9 +32,9 @@ from unickpt.storage.btree.builder import PLACE_DTYPE, TreeEntries
 from unickpt.storage.btree.nodes import DataReference
 from unickpt.storage.database import Database, digest_of
 from unickpt.storage.errors import Failed
-from unickpt.storage.kvstore import Future, KvStore
 from unickpt.storage.locations import Location
 from unickpt.storage.ocdbt import MANIFEST
+from unickpt.storage.tensorstore_calls import Future, KvStore
 
 _FILE_BYTES = 64 << 20
 """The approximate limit of bytes in a file with nodes; two may be in memory."""

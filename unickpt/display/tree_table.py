@@ -11,7 +11,7 @@ from typing import Any
 from unickpt.arrays.layout import Layout, Mesh
 from unickpt.errors import CheckpointCorrupt
 from unickpt.format.index import ArrayEntry, Index
-from unickpt.format.reader import BlockType
+from unickpt.format.reader_protocol import BlockType
 from unickpt.trees import name_ranges, tree, tree_json
 
 # Two equal items are easy to read as two rows.

@@ -51,7 +51,7 @@ _FULL, _ADDED = "full", "patch"
 _MOST_KEPT = 4096  # chunks of a grid whose keys are cached, for the next part like it
 
 
-@dataclass(slots=True, unsafe_hash=True)  # not frozen: there is one for each array, see `protocol`
+@dataclass(slots=True, unsafe_hash=True)  # not frozen: see `adapter_protocol`
 class Part:
     """One stored zarr array that carries `box` of a global array; never modified.
 

@@ -17,11 +17,11 @@ import numpy as np
 from unickpt import doors
 from unickpt.arrays.dtypes import Array
 from unickpt.errors import UnsupportedFormat
-from unickpt.format import codec, codecs
+from unickpt.format import chunk_encoding, codec_protocol
 from unickpt.format.chunk_grid import FULL_LINK, WHOLE_LINK, Part, chunk_key
-from unickpt.format.codecs import NotDecodable
+from unickpt.format.codec_protocol import NotDecodable
 from unickpt.format.index import PATCHES, ArrayEntry
-from unickpt.format.reader import Request
+from unickpt.format.reader_protocol import Request
 from unickpt.format.verified_chunks import ChunkStore
 from unickpt.storage.btree.nodes import DataReference
 from unickpt.storage.errors import Damaged, Failed
@@ -206,10 +206,10 @@ class ChunkValues:
         try:
             data = self._rebuilt(entry, part, number, chain, out)
             if data is not out:
-                codecs.decode(entry, data, out)
+                codec_protocol.decode(entry, data, out)
         except (Failed, NotDecodable) as error:
             raise self._own.naming(error, entry, part, number) from error
-        return None if expected is None else codec.digest(data)
+        return None if expected is None else chunk_encoding.digest(data)
 
     def encoded_bytes(self, entry: ArrayEntry, part: Part, number: int) -> Array:
         """The stored bytes of a chunk whose codec is none of Zarr's, whether it has patches or not.
@@ -250,7 +250,7 @@ class ChunkValues:
             Failed: it is missing, or damaged.
         """
         keys = [chunk_key(value.part, number) for value in chain]
-        most = codec.nbytes_as_stored(entry, part.chunk_box(number).shape)
+        most = chunk_encoding.nbytes_as_stored(entry, part.chunk_box(number).shape)
         requested = []
         for value, key in list(zip(chain, keys, strict=True))[1:]:
             length = value.store.values.length(key)

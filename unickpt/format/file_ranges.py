@@ -23,7 +23,7 @@ from unickpt.format.chunk_grid import Part, free_chunk
 from unickpt.format.crc32 import Range
 from unickpt.format.files import CheckedFiles, Files
 from unickpt.format.index import ArrayEntry, Index
-from unickpt.format.reader import Reader, Request
+from unickpt.format.reader_protocol import Reader, Request
 from unickpt.storage.errors import Failed, reading, reading_failed
 from unickpt.trees import tree, tree_json
 

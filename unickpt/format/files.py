@@ -13,10 +13,10 @@ from unickpt.errors import CheckpointCorrupt, UnsupportedFormat
 from unickpt.format.crc32 import ChecksummedRanges, Parts
 from unickpt.storage import local_files, paths
 from unickpt.storage.errors import Damaged
-from unickpt.storage.kvstore import KvStore
 from unickpt.storage.local_files import RegularFiles
 from unickpt.storage.locations import Location, folders_with
 from unickpt.storage.ocdbt import MANIFEST
+from unickpt.storage.tensorstore_calls import KvStore
 
 if TYPE_CHECKING:
     from unickpt.format.crc32 import Range

@@ -73,7 +73,7 @@ CODEC_PREFIX = "unickpt."
 _NO_EXTRA: Mapping[str, Any] = {}
 
 
-@dataclass(slots=True, unsafe_hash=True)  # not frozen: there is one for each array, see `protocol`
+@dataclass(slots=True, unsafe_hash=True)  # not frozen: see `adapter_protocol`
 class ArrayEntry:
     """The index's entry of one array; never modified.
 
@@ -90,7 +90,7 @@ class ArrayEntry:
         additions: how many values are added to all these.
         encoding: its codec; None if it has none, and `()` if compressing it was tried and did not
             save space. During a save with `compression="auto"`, the codec to use if that makes it
-            smaller (`encoders`).
+            smaller (`encoder_protocol`).
         extra: the codecs' notes about it, by codec.
     """
 
@@ -114,7 +114,7 @@ class ArrayEntry:
 
     @property
     def codec(self) -> str | None:
-        """The name of its codec, if that is none of Zarr's (`format.codecs`)."""
+        """The name of its codec, if that is none of Zarr's (`codec_protocol`)."""
         if not self.encoding:
             return None
         name = self.encoding[0][0]

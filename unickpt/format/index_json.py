@@ -20,7 +20,7 @@ from unickpt.arrays import dtypes
 from unickpt.arrays.box import Box, fill_exactly, overlap
 from unickpt.arrays.layout import Layout, Mesh
 from unickpt.errors import CheckpointCorrupt, UnsupportedFormat
-from unickpt.format import codecs
+from unickpt.format import codec_protocol
 from unickpt.format.index import (
     CODEC_PREFIX,
     FEATURES,
@@ -175,7 +175,7 @@ def encode(index: Index) -> bytes:
             ]
             for name, entry in index.per_process.items()
         },
-        "codecs": [codec for encoding in encodings for codec in codecs.as_codecs(encoding)],
+        "codecs": [codec for encoding in encodings for codec in codec_protocol.as_codecs(encoding)],
         "chunks": index.chunks,
         **_digests_to_json(index),
     }
@@ -370,7 +370,7 @@ def _known_members(data: bytes, where: str) -> dict[str, msgspec.Raw]:
     names = features if isinstance(features, list) else [None]
     if not all(isinstance(name, str) for name in names) or names != sorted(set(names)):
         raise BadJSON(f"its features are {quoted(features)}")
-    if unknown := [n for n in names if n not in FEATURES and codecs.find(n) is None]:
+    if unknown := [n for n in names if n not in FEATURES and codec_protocol.find(n) is None]:
         listed = first_few([quoted(name) for name in unknown])
         kind = "the feature" if len(unknown) == 1 else "the features"
         what = f"it needs {kind} {listed}, which this unickpt ({LIBRARY}) does not know"
@@ -444,7 +444,7 @@ def _decode(body: dict[str, Any], stored: msgspec.Raw, partial: bool) -> Index:
         raise BadJSON(f"it names {processes} processes")
     meshes = [_mesh(mesh) for mesh in members.meshes]
     layouts = [_layout(layout, members.meshes) for layout in members.layouts]
-    shared = _SharedParts(layouts, [codecs.from_json(codec) for codec in members.codecs])
+    shared = _SharedParts(layouts, [codec_protocol.from_json(codec) for codec in members.codecs])
     arrays = _arrays(tree_json.members(stored, "index: 'arrays'"), shared, partial)
     for alias, target in members.aliases.items():
         if not isinstance(target, str) or target not in arrays:
@@ -465,7 +465,9 @@ def _decode(body: dict[str, Any], stored: msgspec.Raw, partial: bool) -> Index:
         **_borrowed(members),
         **_extra(members.extra),
     )
-    listed = {x[0][0].removeprefix(CODEC_PREFIX) for x in shared.codecs} - codecs.ZARR_CODECS.keys()
+    listed = {
+        x[0][0].removeprefix(CODEC_PREFIX) for x in shared.codecs
+    } - codec_protocol.ZARR_CODECS.keys()
     if unnamed := sorted({*_features(index), *listed} - {*members.features}):
         raise BadJSON(f"it has {quoted(unnamed[0])}, which its features do not name")
     return index
@@ -639,7 +641,7 @@ def _array(name: str, body: _ArrayBody, shared: _SharedParts, partial: bool) -> 
 def _add_extra(entry: ArrayEntry, extra: Mapping[str, Any]) -> None:
     """Adds the features' notes about an array that is being read; ignores unknown ones."""
     where = f"array {quoted(entry.name)}"
-    if (codec := codecs.codec_of(entry)) is not None:
+    if (codec := codec_protocol.codec_of(entry)) is not None:
         note = extra.get(codec.name)
         try:
             codec.validate(entry, note)

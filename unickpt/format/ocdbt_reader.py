@@ -23,7 +23,7 @@ from unickpt.format import chunk_grid, digest_table, index_json, verified_chunks
 from unickpt.format.chunk_grid import Part
 from unickpt.format.index import FORMAT as NUMBER
 from unickpt.format.index import INDEX_KEY, ArrayEntry, BaseEntry, Index
-from unickpt.format.reader import ParallelMap, Reader, Request
+from unickpt.format.reader_protocol import ParallelMap, Reader, Request
 from unickpt.format.verified_chunks import ChunkDigests, ChunkStore
 from unickpt.storage import errors, ocdbt, paths
 from unickpt.storage.database import Database
@@ -274,7 +274,7 @@ class OcdbtReader(Reader):
             raise error
 
     def check_structure(self, run: ParallelMap) -> Iterator[tuple[str, str]]:
-        from unickpt.format.structure import KeyChecks  # only for `verify`
+        from unickpt.format.structure_checks import KeyChecks  # only for `verify`
 
         self._digests.read()  # on its own, the index may claim any number of chunks
         borrowed = len(self.borrowed.table) if self.index.bases else 0

@@ -21,23 +21,23 @@ from unickpt.errors import (
     UnsupportedFormat,
     naming_memory,
 )
-from unickpt.format import codecs, digest_table
+from unickpt.format import codec_protocol, digest_table
+from unickpt.format.chunk_encoding import as_stored, bytes_of, digest, zarr_metadata
 from unickpt.format.chunk_grid import Part, chunk_key, chunk_spans
-from unickpt.format.codec import as_stored, bytes_of, digest, zarr_metadata
-from unickpt.format.codecs import NotDecodable, codec_of
+from unickpt.format.codec_protocol import NotDecodable, codec_of
 from unickpt.format.index import DIGESTS_KEY, ArrayEntry, Index
-from unickpt.format.reader import Request
+from unickpt.format.reader_protocol import Request
 from unickpt.storage import ocdbt
 from unickpt.storage.database import Database
 from unickpt.storage.errors import Damaged, Failed, reading, reading_failed
-from unickpt.storage.kvstore import KvStore, asking
+from unickpt.storage.tensorstore_calls import KvStore, asking
 
 # Opening an array costs TensorStore about 80 us, which dominates for a small chunk. Below this size
 # the bytes are written to the database directly, exactly as zarr would write them.
 SMALL = 64 << 10
 # Memory for larger chunks is allocated only after a stored chunk of that size was found.
 BELIEVED = 16 << 20
-# No codec of `codecs.ZARR_CODECS` compresses by more than this factor.
+# No codec of `codec_protocol.ZARR_CODECS` compresses by more than this factor.
 _MOST_PER_BYTE = 1 << 16
 # Only the index states how much memory a compressed chunk takes, so that is bounded.
 COMPRESSED_MOST = 1 << 30
@@ -206,7 +206,7 @@ class ChunkStore:
         """
         if entry.codec is not None:
             data = self.stored_bytes(entry, part, number, requested)
-            codecs.decode(entry, data, out)
+            codec_protocol.decode(entry, data, out)
             return digest(data) if hashed else None
         # Stored just as it lies in memory, but for padding behind it?
         is_as_stored = not entry.encoding and part.chunk[1:] == tuple(out.shape[1:])

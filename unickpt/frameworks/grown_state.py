@@ -6,7 +6,7 @@ import copy
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from unickpt.frameworks.protocol import StoredTree
+from unickpt.frameworks.adapter_protocol import StoredTree
 from unickpt.trees import tree
 
 MakeArray = Callable[[Any], Any]

@@ -16,8 +16,7 @@ import numpy as np
 from unickpt.arrays import dtypes
 from unickpt.arrays.box import Box, flat_range_to_boxes, overlap
 from unickpt.arrays.dtypes import Array
-from unickpt.frameworks.process_group import Group, current_group, saving_group, within
-from unickpt.frameworks.protocol import (
+from unickpt.frameworks.adapter_protocol import (
     Adapter,
     ArraySource,
     Fragment,
@@ -26,6 +25,7 @@ from unickpt.frameworks.protocol import (
     StoredTree,
     Transfer,
 )
+from unickpt.frameworks.process_group import Group, current_group, saving_group, within
 from unickpt.quoting import quoted
 from unickpt.trees import tree, tree_json
 

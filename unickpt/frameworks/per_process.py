@@ -21,6 +21,7 @@ from unickpt.arrays.box import Box
 from unickpt.arrays.dtypes import Array
 from unickpt.errors import CheckpointCorrupt, LoadMismatch
 from unickpt.frameworks import sections
+from unickpt.frameworks.adapter_protocol import Adapter, StoredTree
 from unickpt.frameworks.leaves import (
     NOTHING,
     LocalFragments,
@@ -31,7 +32,6 @@ from unickpt.frameworks.leaves import (
 )
 from unickpt.frameworks.memory_budget import HostBuffers, stage
 from unickpt.frameworks.process_group import Group, alone
-from unickpt.frameworks.protocol import Adapter, StoredTree
 from unickpt.frameworks.sections import EncodedValue, Joined, LazyMapping, Malformed
 from unickpt.quoting import quoted
 from unickpt.trees import tree, tree_json

@@ -23,7 +23,7 @@ from unickpt.errors import ProcessFailed
 if TYPE_CHECKING:
     from unickpt.frameworks.job_bytes import JobBytes
     from unickpt.frameworks.members import Members
-    from unickpt.frameworks.process_states import Identity
+    from unickpt.frameworks.os_process_states import Identity
 
 Bytes = NDArray[np.uint8]
 _PATIENCE_S = 1.0

@@ -10,7 +10,7 @@ import msgspec
 
 from unickpt.frameworks.leaves import adapters
 from unickpt.frameworks.process_group import all_gather_bytes, current_group, group_named, within
-from unickpt.reading.options import LoadOptions
+from unickpt.reading.load_options import LoadOptions
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,8 @@ from unickpt import doors
 from unickpt.arrays.names import natural
 from unickpt.errors import LoadMismatch
 from unickpt.format.index import RESERVED, ArrayEntry
-from unickpt.format.reader import Reader
+from unickpt.format.reader_protocol import Reader
+from unickpt.frameworks.adapter_protocol import Adapter, ArrayTarget, StoredTree
 from unickpt.frameworks.leaves import (
     PerProcess,
     PerProcessValues,
@@ -23,7 +24,6 @@ from unickpt.frameworks.leaves import (
     adapters,
 )
 from unickpt.frameworks.process_group import current_group, launched_together, within
-from unickpt.frameworks.protocol import Adapter, ArrayTarget, StoredTree
 from unickpt.loading.overlaps import HALF_FILLED, Overlaps
 from unickpt.loading.report import LoadReport, untyped
 from unickpt.loading.request import (
@@ -40,7 +40,7 @@ from unickpt.loading.views import StoredView, View
 from unickpt.quoting import first_few
 from unickpt.reading import checkpoint
 from unickpt.reading.array_reader import Filled, Job, LoadCounts, ReadArrays, read_arrays
-from unickpt.reading.options import LoadOptions
+from unickpt.reading.load_options import LoadOptions
 from unickpt.reading.targets import NewTarget, NumberTarget
 from unickpt.threads import collection_paused
 from unickpt.trees import tree, tree_json

@@ -11,7 +11,7 @@ import numpy as np
 
 from unickpt.arrays.dtypes import Array
 from unickpt.errors import LoadMismatch
-from unickpt.frameworks.protocol import ArrayTarget
+from unickpt.frameworks.adapter_protocol import ArrayTarget
 from unickpt.loading.report import Difference
 from unickpt.reading.targets import NewMemory
 

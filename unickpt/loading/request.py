@@ -11,7 +11,8 @@ from unickpt.arrays import dtypes
 from unickpt.arrays.names import matches, natural
 from unickpt.errors import LoadMismatch, UnsupportedLeaf
 from unickpt.format.index import ArrayEntry
-from unickpt.format.reader import Reader
+from unickpt.format.reader_protocol import Reader
+from unickpt.frameworks.adapter_protocol import Adapter, ArrayTarget, StoredTree
 from unickpt.frameworks.leaves import (
     LocalFragments,
     PerProcess,
@@ -20,7 +21,6 @@ from unickpt.frameworks.leaves import (
     expand,
     leaf_test,
 )
-from unickpt.frameworks.protocol import Adapter, ArrayTarget, StoredTree
 from unickpt.loading.report import Difference, LoadReport
 from unickpt.loading.views import View, leaf_text, same_digests, stored_leaf, unchanged_entry
 from unickpt.quoting import first_few, quoted

@@ -14,12 +14,12 @@ from unickpt.arrays import dtypes
 from unickpt.arrays.layout import Layout
 from unickpt.errors import CheckpointCorrupt
 from unickpt.format.index import ArrayEntry, Index, tree_of
-from unickpt.format.reader import Reader
+from unickpt.format.reader_protocol import Reader
+from unickpt.frameworks.adapter_protocol import ArrayTarget
 from unickpt.frameworks.leaves import PerProcess
-from unickpt.frameworks.protocol import ArrayTarget
 from unickpt.reading.array_reader import Job, read_arrays
 from unickpt.reading.checkpoint import Checkpoint
-from unickpt.reading.options import LoadOptions
+from unickpt.reading.load_options import LoadOptions
 from unickpt.reading.recipes import Fill, Recipe, Unchanged, whole_dims
 from unickpt.trees import tree, tree_json
 

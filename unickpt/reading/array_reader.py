@@ -16,11 +16,11 @@ from unickpt.arrays.dtypes import Array, DType
 from unickpt.errors import OutOfMemory, out_of_memory
 from unickpt.format.chunk_grid import Part
 from unickpt.format.index import ArrayEntry, nbytes_of
-from unickpt.format.reader import Reader, Request
+from unickpt.format.reader_protocol import Reader, Request
+from unickpt.frameworks.adapter_protocol import ArrayTarget
 from unickpt.frameworks.memory_budget import prefer_huge_pages
-from unickpt.frameworks.protocol import ArrayTarget
 from unickpt.reading.chunk_reader import TASK_BYTES, TASK_CHUNKS, ChunkReader, mismatch
-from unickpt.reading.options import LoadOptions
+from unickpt.reading.load_options import LoadOptions
 from unickpt.reading.read_plan import Consumer, Planner, TargetBox, consumers_of
 from unickpt.reading.recipes import Recipe, Unchanged
 from unickpt.reading.targets import NewTarget, put

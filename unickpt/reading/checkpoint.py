@@ -10,7 +10,7 @@ import tensorstore as ts
 
 from unickpt.errors import CheckpointNotFound, CheckpointReplaced, HintError, out_of_memory
 from unickpt.format import ocdbt_reader
-from unickpt.format.reader import Reader
+from unickpt.format.reader_protocol import Reader
 from unickpt.quoting import counted, first_few, printable, quoted, size_text
 from unickpt.storage import paths
 from unickpt.storage.local_files import files_kept_open
@@ -138,15 +138,15 @@ def open_reader(location: Location, hints: Hints | None = None) -> Reader | None
 
     Raises:
         CheckpointNotFound: a database is there, but no checkpoint of a known format.
-        UnickptError: as `formats.open_foreign`.
+        UnickptError: as `reader_registry.open_foreign`.
     """
     other_hints = dict(hints or {})
     format = other_hints.pop(_FORMAT_HINT, None)
     context = paths.context()
     if location.is_local and os.path.isfile(str(location)):
-        from unickpt.format import formats
+        from unickpt.format import reader_registry
 
-        reader: Reader | None = formats.open_file(location, other_hints)
+        reader: Reader | None = reader_registry.open_file(location, other_hints)
     else:
         reader = _open_folder(location, context, other_hints, format)
     if reader is not None and format not in (None, reader.format):
@@ -171,14 +171,14 @@ def _open_folder(
             markers = [m for m in _MARKERS if os.path.isfile(f"{location.path}{m}")]
         if not markers and not hints:
             return own_reader
-    from unickpt.format import formats
+    from unickpt.format import reader_registry
 
     if own_reader is not None and format in (None, own_reader.format):
         for marker in markers:
-            formats.check_alone(own_reader, marker)
-        formats.check_hints(own_reader, hints)
+            reader_registry.check_alone(own_reader, marker)
+        reader_registry.check_hints(own_reader, hints)
         return own_reader
-    reader = formats.open_foreign(location, hints)
+    reader = reader_registry.open_foreign(location, hints)
     if reader is None and no_checkpoint is not None:
         raise no_checkpoint
     return own_reader if reader is None else reader

@@ -15,7 +15,7 @@ from unickpt.arrays import dtypes, strided_copy
 from unickpt.arrays.dtypes import Array
 from unickpt.errors import out_of_memory
 from unickpt.format import chunk_grid
-from unickpt.format.reader import Reader, Request
+from unickpt.format.reader_protocol import Reader, Request
 from unickpt.frameworks.memory_budget import Scratch
 from unickpt.reading.read_plan import ChunkRead, narrowed
 from unickpt.storage.local_files import files_kept_open

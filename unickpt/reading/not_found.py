@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from unickpt.arrays.names import natural
 from unickpt.errors import CheckpointNotFound, StorageError, UnickptError
-from unickpt.format.formats import SeveralCheckpoints
+from unickpt.format.reader_registry import SeveralCheckpoints
 from unickpt.quoting import shortened
 from unickpt.reading.listing import checkpoints_below, other_folders
 from unickpt.storage import paths

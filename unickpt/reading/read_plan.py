@@ -13,7 +13,7 @@ from unickpt.arrays.dtypes import Array
 from unickpt.format import chunk_grid
 from unickpt.format.chunk_grid import Part
 from unickpt.format.index import ArrayEntry
-from unickpt.format.reader import Reader, Request
+from unickpt.format.reader_protocol import Reader, Request
 from unickpt.reading.targets import place
 
 if TYPE_CHECKING:

@@ -7,10 +7,10 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
-    from unickpt.format.reader import Reader
+    from unickpt.format.reader_protocol import Reader
     from unickpt.frameworks.process_group import Group
     from unickpt.reading.array_reader import Filled, Job, LoadCounts, ReadArrays
-    from unickpt.reading.options import LoadOptions
+    from unickpt.reading.load_options import LoadOptions
 
 
 class SharedReads(Protocol):

@@ -16,7 +16,7 @@ from unickpt.arrays.layout import Layout
 from unickpt.format import chunk_grid
 from unickpt.format.chunk_grid import Part
 from unickpt.format.index import ArrayEntry
-from unickpt.format.reader import Reader
+from unickpt.format.reader_protocol import Reader
 from unickpt.quoting import quoted, size_text
 from unickpt.reading.array_reader import read_box
 

@@ -15,7 +15,7 @@ from unickpt.format import chunk_grid
 from unickpt.format.chunk_grid import Part
 from unickpt.format.digest_table import Table
 from unickpt.format.index import CONVERSION, OF_THE_WHOLE, RESERVED, ArrayEntry, Index
-from unickpt.format.reader import Reader, Request
+from unickpt.format.reader_protocol import Reader, Request
 from unickpt.frameworks.sections import StoredValue
 from unickpt.quoting import counted, first_few, quoted
 from unickpt.trees import tree, tree_json

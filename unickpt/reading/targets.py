@@ -12,7 +12,7 @@ from unickpt.arrays.box import Box
 from unickpt.arrays.dtypes import Array
 from unickpt.errors import LoadMismatch
 from unickpt.format.index import ArrayEntry
-from unickpt.frameworks.protocol import ArrayTarget
+from unickpt.frameworks.adapter_protocol import ArrayTarget
 
 if TYPE_CHECKING:
     from unickpt.arrays.layout import Layout

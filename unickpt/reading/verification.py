@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from unickpt.errors import CheckpointCorrupt, StorageError, naming_memory
 from unickpt.format import chunk_grid
-from unickpt.format.reader import ChunkId, Reader, Request
+from unickpt.format.reader_protocol import ChunkId, Reader, Request
 from unickpt.progress import Progress, ProgressFunction, nothing, reporting
 from unickpt.quoting import first_few, quoted
 from unickpt.reading import checkpoint

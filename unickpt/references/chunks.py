@@ -15,7 +15,7 @@ from unickpt.commit.messages import ADDITION_DTYPE, CHUNK_DTYPE, ELSEWHERE, Reco
 from unickpt.errors import StorageError
 from unickpt.format.chunk_grid import FULL_LINK, Part
 from unickpt.format.index import ArrayEntry, BaseEntry
-from unickpt.frameworks.protocol import Fragment
+from unickpt.frameworks.adapter_protocol import Fragment
 from unickpt.storage.btree.builder import INLINE, PLACE_DTYPE
 from unickpt.storage.btree.nodes import DataReference
 from unickpt.storage.data_files import DataFile
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from unickpt.write_filter import Unit
 
 
-@dataclass(slots=True, eq=False)  # not frozen: a save makes one for each chunk, see `protocol`
+@dataclass(slots=True, eq=False)  # not frozen: see `adapter_protocol`
 class WriteItem:
     """One chunk that this process holds, or several consecutive borrowed ones; never modified.
 

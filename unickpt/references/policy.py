@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 from unickpt.arrays.box import Box
 from unickpt.arrays.dtypes import Array
 from unickpt.format.index import ArrayEntry
-from unickpt.frameworks.protocol import ArraySource
+from unickpt.frameworks.adapter_protocol import ArraySource
 from unickpt.references.chunks import Compared, ValuePlaces, WriteItem
 from unickpt.storage.locations import Location
 from unickpt.storage.paths import PathLike
 
 if TYPE_CHECKING:
-    from unickpt.format.encoders import SaveEncoder
+    from unickpt.format.encoder_protocol import SaveEncoder
     from unickpt.write_filter import Selection
 
 

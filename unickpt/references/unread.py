@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-from unickpt.frameworks.protocol import ArrayTarget
+from unickpt.frameworks.adapter_protocol import ArrayTarget
 from unickpt.reading.array_reader import LoadCounts, ReadArrays
 
 

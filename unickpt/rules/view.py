@@ -15,14 +15,14 @@ from unickpt.arrays.dtypes import Array
 from unickpt.arrays.layout import Layout
 from unickpt.errors import LoadMismatch, RuleError
 from unickpt.format.index import RESERVED, ArrayEntry, Index, PerProcessEntry
-from unickpt.format.reader import Reader
+from unickpt.format.reader_protocol import Reader
+from unickpt.frameworks.adapter_protocol import Adapter, StoredTree
 from unickpt.frameworks.leaves import PerProcess
-from unickpt.frameworks.protocol import Adapter, StoredTree
 from unickpt.frameworks.sections import StoredValue
 from unickpt.loading.request import NUMBERS, LoadRequest, Policy, check_rules
 from unickpt.loading.views import StoredView, View, number_entry, number_recipe, same_digests
 from unickpt.reading.array_reader import read_box, read_made
-from unickpt.reading.options import LoadOptions
+from unickpt.reading.load_options import LoadOptions
 from unickpt.reading.recipes import Recipe, Unchanged
 from unickpt.rules.compiling import CompiledRules
 from unickpt.rules.functions import Function

@@ -9,8 +9,8 @@ from dataclasses import fields
 from typing import Any, Literal, TypedDict
 
 from unickpt import doors
+from unickpt.frameworks.adapter_protocol import Fence
 from unickpt.frameworks.leaves import adapters
-from unickpt.frameworks.protocol import Fence
 from unickpt.loading.loader import LoadArguments
 from unickpt.options import SaveOptions, joined
 from unickpt.runs.current_steps import Steps

@@ -15,7 +15,7 @@ from unickpt.frameworks.leaves import job_group
 from unickpt.loading.loader import LoadArguments
 from unickpt.loading.report import LoadReport
 from unickpt.options import SaveOptions, take_write_policy
-from unickpt.reading.options import LoadOptions
+from unickpt.reading.load_options import LoadOptions
 from unickpt.run_event import hears_events
 from unickpt.runs.arguments import (
     PolicyFields,
@@ -26,9 +26,9 @@ from unickpt.runs.arguments import (
     take_policies,
     take_tier,
 )
-from unickpt.runs.cleaning import Cleaning
+from unickpt.runs.background_removal import Cleaning
 from unickpt.runs.current_steps import Steps, step_number
-from unickpt.runs.removal import Removal
+from unickpt.runs.requested_removal import Removal
 from unickpt.runs.retention import Retention
 from unickpt.runs.run_events import RunEvents
 from unickpt.runs.run_features import Listener, RunFeatures

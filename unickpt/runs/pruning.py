@@ -13,7 +13,7 @@ from unickpt.format.refusals import refuse_unknown
 from unickpt.quoting import first_few
 from unickpt.reading import checkpoint
 from unickpt.runs.arguments import roles_of
-from unickpt.runs.cleaning import Cleaning
+from unickpt.runs.background_removal import Cleaning
 from unickpt.runs.current_steps import Steps
 from unickpt.runs.retention import Retention
 from unickpt.runs.step_folder import StepFolder

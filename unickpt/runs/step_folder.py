@@ -24,7 +24,7 @@ from unickpt.errors import (
 from unickpt.format import borrowed
 from unickpt.format.index import RESERVED
 from unickpt.reading import checkpoint
-from unickpt.runs import attempt_folders, orphans
+from unickpt.runs import attempt_folders, save_leftovers
 from unickpt.storage import data_files, errors, paths
 from unickpt.storage.locations import Location, files_by_folder, folders_below, folders_with
 from unickpt.storage.ocdbt import MANIFEST, RETIRED
@@ -98,7 +98,9 @@ class StepFolder:
         for step in sorted({*_numbers(folders)}.difference(in_flight)):
             attempts = folders[f"step_{step}"]
             is_whole = step in committed and len(attempts) == 1  # it must be the committed one
-            orphans.remove_crashed(self.location_of(step), attempts if is_whole else None, session)
+            save_leftovers.remove_crashed(
+                self.location_of(step), attempts if is_whole else None, session
+            )
         for name in self.location.files(context):
             if name.startswith(PROBE):  # of a job that was killed while it searched for it
                 self.location.remove_file(name, context)

@@ -18,7 +18,7 @@ from unickpt.frameworks.process_group import Group
 from unickpt.loading.loader import load
 from unickpt.quoting import first_few, shortened
 from unickpt.runs.current_steps import Steps
-from unickpt.runs.removal import agreed
+from unickpt.runs.requested_removal import agreed
 from unickpt.runs.run_events import RunEvents
 from unickpt.runs.step_folder import ReadsElsewhere, StepFolder
 from unickpt.storage import paths

@@ -14,7 +14,7 @@ from unickpt.format.index import RESERVED
 from unickpt.options import SaveOptions
 from unickpt.quoting import first_few
 from unickpt.runs import lineage_notes
-from unickpt.runs.cleaning import Cleaning
+from unickpt.runs.background_removal import Cleaning
 from unickpt.runs.current_steps import Steps
 from unickpt.runs.run_features import Listener, save_ended
 from unickpt.runs.tier_copies import Copying

@@ -28,13 +28,14 @@ from unickpt.format.refusals import refuse_unknown
 from unickpt.frameworks.leaves import job_group
 from unickpt.options import SaveOptions
 from unickpt.run_event import RunEvent, error_text, send_event
-from unickpt.runs import attempt_folders, lineage_notes, orphans
-from unickpt.runs.cleaning import Cleaning
+from unickpt.runs import attempt_folders, lineage_notes, save_leftovers
+from unickpt.runs.background_removal import Cleaning
 from unickpt.runs.current_steps import Newer, Steps, TierVersions
 from unickpt.runs.step_folder import StepFolder, step_before
 from unickpt.saving.background import BackgroundErrors
 from unickpt.storage import errors, local_folders, locations, paths
 from unickpt.storage.database import Database
+from unickpt.storage.disk_space import room_text
 from unickpt.threads import SerialExecutor
 from unickpt.tools.copying import VersionCopy
 
@@ -352,7 +353,7 @@ def copy_version(
             raise CheckpointCorrupt(f"{where}: {error}; nothing was copied") from error
         if isinstance(error, errors.Failed):
             files = local_folders.walk_all(origin.path) if origin.is_local else ()
-            room = locations.room_text(destination, error, sum(file.nbytes or 0 for file in files))
+            room = room_text(destination, error, sum(file.nbytes or 0 for file in files))
             raise errors.writing_failed(error, where, room) from error
         raise
     if not is_current:
@@ -364,7 +365,7 @@ def copy_version(
             raise SaveConflict(f"{destination}: another job committed here during the copy")
     _log.info("copied %s to %s", origin, destination)
     with suppress(StorageError):  # remains do no harm
-        orphans.remove_crashed(destination, None)
+        save_leftovers.remove_crashed(destination, None)
     return True
 
 

@@ -14,18 +14,18 @@ import xxhash
 from unickpt.arrays import dtypes
 from unickpt.arrays.box import Box
 from unickpt.errors import UnsupportedLeaf
-from unickpt.format import chunk_grid, codec, codecs, index_json, verified_chunks
+from unickpt.format import chunk_encoding, chunk_grid, codec_protocol, index_json, verified_chunks
 from unickpt.format.index import ArrayEntry, Index, PerProcessEntry, nbytes_of, shape_problem
+from unickpt.frameworks.adapter_protocol import Adapter, ArraySource
 from unickpt.frameworks.leaves import Described, PerProcess, adapter_of, expand, leaf_test
 from unickpt.frameworks.process_group import Group
-from unickpt.frameworks.protocol import Adapter, ArraySource
 from unickpt.options import SaveOptions
 from unickpt.quoting import quoted
 from unickpt.saving.save_features import SaveFeatures
 from unickpt.trees import tree, tree_json
 
 if TYPE_CHECKING:
-    from unickpt.format.encoders import EncodingPolicy
+    from unickpt.format.encoder_protocol import EncodingPolicy
     from unickpt.frameworks.sections import EncodedValue
     from unickpt.references.policy import Skipped
     from unickpt.write_filter import ArrayUnits, Selection, Unit, WriteFilter
@@ -51,7 +51,7 @@ class Description:
     units: Mapping[str, ArrayUnits] = field(default_factory=dict)
     selection: Selection | None = None
     skipped: Skipped | None = None
-    encoders: Mapping[str, codecs.Codec] = field(default_factory=dict)
+    encoders: Mapping[str, codec_protocol.Codec] = field(default_factory=dict)
 
     @cached_property
     def encoded(self) -> bytes:
@@ -129,7 +129,7 @@ class _Leaves:
         self.plain: dict[str, tree_json.Plain] = {}
         self.blobs: dict[str, EncodedValue] = {}
         self.units: dict[str, ArrayUnits] = {}
-        self.encoders: dict[str, codecs.Codec] = {}
+        self.encoders: dict[str, codec_protocol.Codec] = {}
         self.bad: list[str] = []
         """Why some leaves cannot be stored."""
 
@@ -158,7 +158,7 @@ class _Leaves:
         axis = None if units is None else units.axis
         entry = _entry(name, source, self._options, axis, self._features.encoding)
         if self._features.all:
-            encoder = codecs.configure(entry, self._features.all)
+            encoder = codec_protocol.configure(entry, self._features.all)
             if encoder is not None:
                 self.encoders[name] = encoder
         _check_chunk(entry)
@@ -251,7 +251,7 @@ def _check_chunk(entry: ArrayEntry) -> None:
     nbytes, most = math.prod(entry.chunk) * entry.itemsize, verified_chunks.COMPRESSED_MOST
     if not entry.encoding or nbytes <= most:
         return
-    if entry.codec is None or not codec.is_of_fixed_size(entry):
+    if entry.codec is None or not chunk_encoding.is_of_fixed_size(entry):
         raise ValueError(
             f"its chunks would have {nbytes} bytes, but compressed ones hold at most {most}; lower "
             "SaveOptions.chunk_bytes, or do not compress"
@@ -285,7 +285,7 @@ def _entry(
     if policy is not None:
         encoding = policy.encoding(dtype, nbytes_of(source.shape, dtype), nbytes)
     elif options.compression is not None:
-        encoding = codec.encoding_for(options.compression)
+        encoding = chunk_encoding.encoding_for(options.compression)
     boxes = source.boxes if source.boxes is not None else () if source.layout is None else None
     return ArrayEntry(
         name, source.shape, dtype, chunk, source.layout, cut, boxes, source.prng, encoding=encoding

@@ -13,8 +13,8 @@ import xxhash
 from unickpt.arrays import dtypes
 from unickpt.arrays.dtypes import Array
 from unickpt.commit.messages import REPLICA_DTYPE, Record
-from unickpt.format import codec
-from unickpt.frameworks.protocol import ArraySource, Fragment
+from unickpt.format import chunk_encoding
+from unickpt.frameworks.adapter_protocol import ArraySource, Fragment
 from unickpt.references.chunks import WriteItem
 
 _WHOLE_BYTES = 4 << 10  # up to this size all elements are compared
@@ -66,7 +66,8 @@ def _fingerprint(elements: Array, source: ArraySource) -> int:
     native = source.dtype.newbyteorder("=")
     if native == np.bool_:  # a bool may be any byte in memory
         elements = np.not_equal(np.ascontiguousarray(elements).view(np.uint8), 0)
-    what = f"{dtypes.name_of(native)} {source.shape} {codec.digest(elements.astype(native)):x}"
+    digest = chunk_encoding.digest(elements.astype(native))
+    what = f"{dtypes.name_of(native)} {source.shape} {digest:x}"
     return xxhash.xxh3_64_intdigest(what.encode())
 
 

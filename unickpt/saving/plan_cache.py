@@ -23,6 +23,14 @@ import numpy as np
 from unickpt.arrays.box import Box
 from unickpt.arrays.dtypes import Array
 from unickpt.format.verified_chunks import SMALL
+from unickpt.frameworks.adapter_protocol import (
+    Adapter,
+    ArraySource,
+    Fragment,
+    Gatherer,
+    Memory,
+    Read,
+)
 from unickpt.frameworks.leaves import (
     ArrayFacts,
     PerProcess,
@@ -31,14 +39,6 @@ from unickpt.frameworks.leaves import (
     leaf_test,
 )
 from unickpt.frameworks.process_group import Group, members_of
-from unickpt.frameworks.protocol import (
-    Adapter,
-    ArraySource,
-    Fragment,
-    Gatherer,
-    Memory,
-    Read,
-)
 from unickpt.options import SaveOptions
 from unickpt.saving.describe import Description, checked_metadata, problem_finder, unstorable
 from unickpt.saving.snapshot_policy import SnapshotMethod, SnapshotPolicy

@@ -13,7 +13,7 @@ from unickpt.options import SaveOptions
 
 if TYPE_CHECKING:
     from unickpt.features import FileObserver, PhaseObserver
-    from unickpt.format.encoders import SaveEncoder
+    from unickpt.format.encoder_protocol import SaveEncoder
     from unickpt.references.policy import ReferenceSource, WritingSave
     from unickpt.storage.locations import Location
     from unickpt.write_filter import Selection, Units, WriteFilter

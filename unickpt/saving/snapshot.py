@@ -10,7 +10,7 @@ from functools import partial
 
 from unickpt.arrays.dtypes import Array
 from unickpt.errors import CoverageError
-from unickpt.format import codec
+from unickpt.format import chunk_encoding
 from unickpt.frameworks.memory_budget import stage
 from unickpt.references.chunks import WriteItem
 from unickpt.saving.plan_cache import DescribedTree
@@ -139,10 +139,10 @@ class KeptChunks:
     def digest(self, item: WriteItem) -> int:
         kept_chunk = self._find(item)
         if isinstance(kept_chunk, StagedChunk):
-            return codec.digest_as_stored(item.entry, kept_chunk.data)
+            return chunk_encoding.digest_as_stored(item.entry, kept_chunk.data)
         staged = self._fetch_reference(kept_chunk)
         try:
-            return codec.digest_as_stored(item.entry, staged.data)
+            return chunk_encoding.digest_as_stored(item.entry, staged.data)
         finally:
             staged.release()
 

@@ -23,10 +23,10 @@ import numpy as np
 from unickpt.arrays.box import Box
 from unickpt.arrays.dtypes import Array, DType
 from unickpt.errors import StateChanged
-from unickpt.format import codec
+from unickpt.format import chunk_encoding
 from unickpt.format.verified_chunks import SMALL
+from unickpt.frameworks.adapter_protocol import ArraySource, Fragment, Memory, Read
 from unickpt.frameworks.memory_budget import stage
-from unickpt.frameworks.protocol import ArraySource, Fragment, Memory, Read
 from unickpt.options import SaveOptions
 from unickpt.references.chunks import WriteItem
 from unickpt.saving.write_plan import DirectSource, naming
@@ -358,7 +358,7 @@ class Changes:
 
         def hash_one(item: WriteItem, _: None) -> None:
             staged = self._direct.fetch(item)
-            self._digests[item] = codec.digest(staged.data)
+            self._digests[item] = chunk_encoding.digest(staged.data)
             staged.release()
 
         OrderedCopy(items, lambda item: None, hash_one).run()
@@ -416,7 +416,7 @@ class Changes:
         self._watched, self._digests = {}, {}
 
     def _compare(self, item: WriteItem, copied: Array) -> None:
-        if item in self._digests and self._digests[item] != codec.digest(copied):
+        if item in self._digests and self._digests[item] != chunk_encoding.digest(copied):
             raise _Differs
 
     def _error(self, item: WriteItem) -> StateChanged:

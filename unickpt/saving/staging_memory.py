@@ -12,8 +12,8 @@ from dataclasses import dataclass, field, replace
 from unickpt.arrays.dtypes import Array
 from unickpt.errors import StateChanged
 from unickpt.frameworks import memory_budget
+from unickpt.frameworks.adapter_protocol import Memory, Transfer
 from unickpt.frameworks.memory_budget import MOST_WORKING, HostBuffers, share
-from unickpt.frameworks.protocol import Memory, Transfer
 from unickpt.references.chunks import WriteItem
 from unickpt.saving.snapshot_policy import BACKGROUND, SnapshotMethod, SnapshotPolicy
 from unickpt.saving.task import SaveTask

@@ -17,6 +17,7 @@ from unickpt.commit.coordinator import Committed, Coordinator
 from unickpt.commit.messages import Record, Totals, WriteMore
 from unickpt.errors import SaveConflict, SaveTimeout
 from unickpt.format.index import Index
+from unickpt.frameworks.adapter_protocol import ArraySource
 from unickpt.frameworks.leaves import adapters, job_group
 from unickpt.frameworks.memory_budget import share
 from unickpt.frameworks.process_group import (
@@ -25,7 +26,6 @@ from unickpt.frameworks.process_group import (
     processes_on_node,
     session_of,
 )
-from unickpt.frameworks.protocol import ArraySource
 from unickpt.options import SaveOptions
 from unickpt.references.chunks import WriteItem
 from unickpt.run_event import RunEvent, error_text, send_event

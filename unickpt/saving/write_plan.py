@@ -1,4 +1,4 @@
-"""Write plans: which process writes which chunk."""
+"""Write plans: the chunks that this process writes, cut and staged."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from unickpt.arrays.dtypes import Array
 from unickpt.errors import StateChanged
-from unickpt.format import chunk_grid, codec
+from unickpt.format import chunk_encoding, chunk_grid
 from unickpt.frameworks.memory_budget import HostBuffers, stage
 from unickpt.references.chunks import WriteItem
 from unickpt.saving.describe import Description
@@ -145,7 +145,7 @@ def _stored_bytes(item: WriteItem) -> int:
     # Without a codec as in memory: other processes may have more pieces.
     if item.entry.codec is None:
         return item.nbytes
-    return codec.nbytes_as_stored(item.entry, item.box.shape)
+    return chunk_encoding.nbytes_as_stored(item.entry, item.box.shape)
 
 
 def _held_items(description: Description) -> Iterator[WriteItem]:
@@ -270,7 +270,7 @@ def check_alone(description: Description) -> None:
             check_boxes(entry, [(f.box, f.replicas) for f in fragments])
 
 
-@dataclass(slots=True, eq=False)  # not frozen: a save makes one for each chunk, see `protocol`
+@dataclass(slots=True, eq=False)  # not frozen: see `adapter_protocol`
 class StagedChunk:
     """A chunk in host memory, unchanged until `release`; never modified.
 
@@ -351,7 +351,7 @@ class DirectSource:
     def digest(self, item: WriteItem) -> int:
         staged = self.fetch(item)
         try:
-            return codec.digest_as_stored(item.entry, staged.data)
+            return chunk_encoding.digest_as_stored(item.entry, staged.data)
         finally:
             staged.release()
 

@@ -21,7 +21,7 @@ import xxhash
 from unickpt.commit.attempt import Attempt
 from unickpt.commit.messages import DESCRIPTION, Record
 from unickpt.errors import StorageError
-from unickpt.format import codec, codecs
+from unickpt.format import chunk_encoding, codec_protocol
 from unickpt.format.chunk_grid import FULL_LINK
 from unickpt.references.chunks import Compared, ValuePlaces, WriteItem
 from unickpt.saving.describe import Description
@@ -33,7 +33,7 @@ from unickpt.threads import Pool, Window, in_batches
 
 if TYPE_CHECKING:
     from unickpt.features import FileObserver
-    from unickpt.format.encoders import SaveEncoder
+    from unickpt.format.encoder_protocol import SaveEncoder
     from unickpt.progress import ProgressFunction
     from unickpt.references.policy import ReferenceSource
 
@@ -304,16 +304,18 @@ class ChunkWriter:
         file.views = [observer.begin() for observer in self.observers]
         return file
 
-    def encode(self, item: WriteItem, chunk: Any) -> codec.Encoded:
+    def encode(self, item: WriteItem, chunk: Any) -> chunk_encoding.Encoded:
         """A chunk as it is stored."""
         if item.borrowed and item.entry.codec is not None:  # as stored in the base
-            return codec.Encoded((memoryview(chunk),))
+            return chunk_encoding.Encoded((memoryview(chunk),))
         if (encoder := self._encoders.get(item.entry.name)) is not None:
-            stored = codecs.encode(encoder, item.entry, codec.filled_up(item.part, chunk))
-            return codec.Encoded((stored.data.data,), codec.digest(chunk))
+            stored = codec_protocol.encode(
+                encoder, item.entry, chunk_encoding.filled_up(item.part, chunk)
+            )
+            return chunk_encoding.Encoded((stored.data.data,), chunk_encoding.digest(chunk))
         if self._encoder is not None and self._encoder.is_undecided(item.entry):
             return self._encoder.encode(item.array, item.entry, item.part, chunk)
-        return codec.encode(item.entry, item.part, chunk)
+        return chunk_encoding.encode(item.entry, item.part, chunk)
 
     def _end(self, done: Future[None], batch: _Batch | None = None) -> None:
         """Waits until a batch is written, or a file flushed."""
@@ -339,7 +341,7 @@ class ChunkWriter:
         """Adds what a codec says about chunks of an array, by its number."""
         of_arrays = self._extra.setdefault(name, {})
         notes = [of_arrays[array]] if array in of_arrays else []
-        of_arrays[array] = codecs.merge(name, [*notes, note])
+        of_arrays[array] = codec_protocol.merge(name, [*notes, note])
 
     def count_done(self, nbytes: int) -> None:
         """Counts written or reused bytes; called on any thread."""

@@ -88,6 +88,6 @@ def writing_failed(error: Failed, where: str, room: str = "") -> StorageError:
     Arguments:
         error: the failure.
         where: the path, for the message.
-        room: how much room was needed and free; see `locations.room_text`.
+        room: how much room was needed and free; see `disk_space.room_text`.
     """
     return StorageError(f"{where}: the storage failed: {error}{room}")

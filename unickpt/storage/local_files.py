@@ -18,8 +18,8 @@ import tensorstore as ts
 from unickpt.quoting import quoted
 from unickpt.storage.btree.nodes import MOST_MANIFEST_BYTES, DataReference
 from unickpt.storage.errors import Damaged, Failed
-from unickpt.storage.kvstore import Future, KvStore
 from unickpt.storage.ocdbt import MANIFEST
+from unickpt.storage.tensorstore_calls import Future, KvStore
 
 _HOLE_BYTES = 1 << 20
 

@@ -14,13 +14,12 @@ from urllib.parse import quote
 
 import tensorstore as ts
 
-from unickpt.quoting import size_text
 from unickpt.storage import local_folders
 from unickpt.storage.errors import Failed, MissingFolder
-from unickpt.storage.kvstore import KvStore
 from unickpt.storage.local_files import RegularFiles, system_calls
 from unickpt.storage.local_folders import LOCK_SUFFIX, StoredFile
 from unickpt.storage.ocdbt import MANIFEST
+from unickpt.storage.tensorstore_calls import KvStore
 
 
 @dataclass(frozen=True)
@@ -245,26 +244,6 @@ def manifest_locked(location: Location, timeout_s: float) -> Iterator[None]:
                 if other.startswith(f"{MANIFEST}_") and other.endswith(LOCK_SUFFIX):
                     os.unlink(location.path + other)
         yield
-
-
-def room_text(location: Location, error: Failed, needed: int, partial: str = "") -> str:
-    """For errors: how much room was needed and free, if a lack of room is the cause.
-
-    Arguments:
-        location: the folder that was being written.
-        error: the failure.
-        needed: bytes to write.
-        partial: the path of a folder with partial output, which is removed after a failure.
-    """
-    if not location.is_local or error.errno not in (errno.ENOSPC, errno.EDQUOT):
-        return ""
-    with suppress(OSError):
-        free = size_text(local_folders.free_bytes(location.path, partial))
-        text = f"; this process has {size_text(needed)} to write, and {free} were free before"
-        if error.errno == errno.EDQUOT:
-            text += ", but the quota of this user or project is used up"
-        return f"{text}. Remove files that you do not need, or write to another disk"
-    return ""
 
 
 def _walk(top: str, inside: str) -> Iterator[StoredFile]:

@@ -21,7 +21,7 @@ from unickpt.arrays.dtypes import Array
 from unickpt.storage.btree import nodes
 from unickpt.storage.btree.nodes import DataReference
 from unickpt.storage.errors import Damaged, Failed
-from unickpt.storage.kvstore import Future, KvStore
+from unickpt.storage.tensorstore_calls import Future, KvStore
 
 MANIFEST = "manifest.ocdbt"
 """The first file of a database, in its folder."""

@@ -24,7 +24,7 @@ from urllib.parse import unquote, urlsplit
 
 from unickpt import doors
 from unickpt.errors import InvalidPath, PluginError
-from unickpt.storage import kvstore
+from unickpt.storage import tensorstore_calls
 from unickpt.storage.locations import Location
 
 Resources = Mapping[str, Any] | Callable[[], Mapping[str, Any]]
@@ -97,7 +97,7 @@ def _credentials() -> str:
     return "; ".join(texts)
 
 
-kvstore.describe_credentials(_credentials)
+tensorstore_calls.describe_credentials(_credentials)
 
 
 def _used_schemes() -> list[Scheme]:

@@ -15,7 +15,7 @@ import pytest
 import unickpt
 from unickpt import CheckpointCorrupt, CheckpointNotFound, LoadMismatch, Rules
 from unickpt.format import file_ranges
-from unickpt.format.reader import Request
+from unickpt.format.reader_protocol import Request
 from unickpt.testing.thread_groups import Threads
 from unickpt.trees.tree import put
 from unickpt.types import Box

@@ -14,22 +14,22 @@ from unickpt.arrays import dtypes
 from unickpt.arrays.box import Box
 from unickpt.arrays.dtypes import Array
 from unickpt.errors import CheckpointCorrupt, LoadMismatch
-from unickpt.format import writers
+from unickpt.format import writer_registry
 from unickpt.format.index import ArrayEntry
-from unickpt.format.reader import Reader
-from unickpt.format.writer import Writer
+from unickpt.format.reader_protocol import Reader
+from unickpt.format.writer_protocol import Writer
 from unickpt.frameworks import per_process
+from unickpt.frameworks.adapter_protocol import ArraySource, Memory, whole_source
 from unickpt.frameworks.leaves import NOTHING, Described, PerProcess, adapters
 from unickpt.frameworks.memory_budget import HostBuffers, MemoryBudget
 from unickpt.frameworks.process_group import Group
-from unickpt.frameworks.protocol import ArraySource, Memory, whole_source
 from unickpt.loading.request import Policy
 from unickpt.loading.views import StoredView, View
 from unickpt.options import SaveOptions
 from unickpt.progress import Progress
 from unickpt.quoting import quoted
 from unickpt.reading import checkpoint, verification
-from unickpt.reading.options import LoadOptions
+from unickpt.reading.load_options import LoadOptions
 from unickpt.references.chunks import WriteItem
 from unickpt.rules.plan import LeafKind
 from unickpt.rules.rule_set import Rules
@@ -106,7 +106,7 @@ def convert(
     options = SaveOptions.or_default(options)
     if progress is not None:
         options = replace(options, progress=progress)
-    writer = _writer(writers.chosen(to, destination), format_options, options)
+    writer = _writer(writer_registry.chosen(to, destination), format_options, options)
     stored = checkpoint.opened(source, under).reader.checking()
     view = convertible(stored, rules, like)
     stored.check_total(view.index.arrays.values())
@@ -192,11 +192,11 @@ def _writer(
     format_name: str, format_options: Mapping[str, Any], options: SaveOptions
 ) -> Writer | None:
     """The writer of another system's format; None for unickpt's own."""
-    if format_name == writers.OWN:
+    if format_name == writer_registry.OWN:
         if format_options:
             raise TypeError(
                 f"unickpt's own format has no option {quoted(min(format_options))}; say to= which "
-                f"format to write: {', '.join(writers.names())}"
+                f"format to write: {', '.join(writer_registry.names())}"
             )
         return None
     if options.compression is not None or options.chunk_shape is not None or options.quantize:
@@ -204,7 +204,7 @@ def _writer(
             "compression, chunk_shape and quantize are options of unickpt's own format, not "
             f"{format_name}"
         )
-    return writers.make_writer(format_name, format_options)
+    return writer_registry.make_writer(format_name, format_options)
 
 
 def convertible(stored: Reader, rules: Rules | None, like: Any) -> StoredView | RuledView:

@@ -28,17 +28,18 @@ from unickpt.format.chunk_values import Value
 from unickpt.format.held_files import HeldFiles
 from unickpt.format.index import BORROWED_KEY, INDEX_KEY, BaseEntry, Index
 from unickpt.format.ocdbt_reader import OcdbtReader
-from unickpt.format.reader import ChunkId
+from unickpt.format.reader_protocol import ChunkId
 from unickpt.format.refusals import refuse_unknown
 from unickpt.progress import Progress, reporting
 from unickpt.reading import checkpoint
 from unickpt.reading.verification import verify_opened
-from unickpt.storage import errors, locations, paths
+from unickpt.storage import errors, paths
 from unickpt.storage.database import Database
+from unickpt.storage.disk_space import room_text
 from unickpt.storage.errors import Failed
-from unickpt.storage.kvstore import KvStore, commit
 from unickpt.storage.locations import Location
 from unickpt.storage.ocdbt import MANIFEST
+from unickpt.storage.tensorstore_calls import KvStore, commit
 from unickpt.threads import Window, in_batches
 
 _log = logging.getLogger("unickpt")
@@ -128,7 +129,7 @@ def copy(
     except CheckpointCorrupt as error:
         raise CheckpointCorrupt(f"{where}: {error}") from error
     except Failed as error:
-        room = locations.room_text(target, error, nbytes, target.path)
+        room = room_text(target, error, nbytes, target.path)
         raise errors.writing_failed(error, where, room) from error
     took = time.monotonic() - started
     return CopyReport(target.url, len(index.arrays), nbytes, index.borrowed, took)

@@ -16,13 +16,13 @@ from unickpt.arrays.box import Box, cut
 from unickpt.arrays.dtypes import Array
 from unickpt.errors import LoadMismatch, RuleError
 from unickpt.format.index import ArrayEntry
-from unickpt.format.reader import Reader
+from unickpt.format.reader_protocol import Reader
 from unickpt.loading.views import StoredView, View, same_digests, unchanged_entry
 from unickpt.progress import Progress, ProgressFunction, reporting
 from unickpt.reading import checkpoint
 from unickpt.reading.array_reader import read_made
 from unickpt.reading.chunk_reader import ChunkReader
-from unickpt.reading.options import LoadOptions
+from unickpt.reading.load_options import LoadOptions
 from unickpt.rules.rule_set import Rules
 from unickpt.rules.view import RuledView, stored_facts, through
 from unickpt.trees import name_ranges

@@ -13,7 +13,7 @@ import xxhash
 from unickpt.arrays.box import Box
 from unickpt.commit.root import Root
 from unickpt.commit.version import Version
-from unickpt.format import borrowed, chunk_grid, codecs, digest_table
+from unickpt.format import borrowed, chunk_grid, codec_protocol, digest_table
 from unickpt.format.chunk_grid import WHOLE_LINK, Part
 from unickpt.format.index import BORROWED_KEY, DIGESTS_KEY, ArrayEntry, BaseEntry, Index
 from unickpt.format.ocdbt_reader import OcdbtReader
@@ -178,7 +178,7 @@ def _noted(entry: ArrayEntry, base: ArrayEntry) -> ArrayEntry:
     """An entry with the notes of its codec about the chunks of both arrays."""
     if (name := entry.codec) is None:
         return entry
-    note = codecs.merge(name, [entry.extra[name], base.extra[name]])
+    note = codec_protocol.merge(name, [entry.extra[name], base.extra[name]])
     return replace(entry, extra={**entry.extra, name: note})
 
 

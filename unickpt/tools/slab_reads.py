@@ -13,12 +13,12 @@ from unickpt.arrays.box import Box
 from unickpt.arrays.dtypes import Array
 from unickpt.errors import CheckpointCorrupt
 from unickpt.format.index import ArrayEntry
-from unickpt.format.reader import Reader
+from unickpt.format.reader_protocol import Reader
 from unickpt.frameworks.memory_budget import HostBuffers
 from unickpt.frameworks.process_group import Group
 from unickpt.loading.views import View
 from unickpt.reading.array_reader import read_arrays
-from unickpt.reading.options import LoadOptions
+from unickpt.reading.load_options import LoadOptions
 from unickpt.reading.targets import NewTarget
 from unickpt.references.chunks import WriteItem
 from unickpt.saving.write_plan import Staged, StagedChunk

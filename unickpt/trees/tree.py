@@ -58,7 +58,7 @@ class Opaque:
         return f"<opaque {quoted(self.class_name)}, {len(self.pickle)} bytes>"
 
 
-@dataclass(slots=True, unsafe_hash=True)  # not frozen: there is one for each array, see `protocol`
+@dataclass(slots=True, unsafe_hash=True)  # not frozen: see `adapter_protocol`
 class Leaf:
     """A named leaf of a tree; never modified."""
 

@@ -15,7 +15,7 @@ from support.processes import Processes
 import unickpt
 from unickpt import CheckpointCorrupt
 from unickpt.arrays.layout import Layout
-from unickpt.backends.deepspeed import merging, patterns, states
+from unickpt.backends.deepspeed import patterns, states, tensor_parallel_boxes
 from unickpt.errors import HintError, UnickptError, UnsupportedFormat
 from unickpt.format.file_ranges import FileRange, TensorSource
 from unickpt.format.files import Files
@@ -591,7 +591,7 @@ def test_what_affine_maps_and_patterns_must_not_say(
     ],
 )
 def test_sub_parameters_without_widths_are_split_evenly(said: Any, expected: list[int]) -> None:
-    rules = merging.TensorParallelRules(
+    rules = tensor_parallel_boxes.TensorParallelRules(
         {"parameter_with_sub_params": [{**said, "patterns": ["w"]}]}, {}, 2
     )
     plan = rules.plan("w", [(3, 2), (3, 2)])

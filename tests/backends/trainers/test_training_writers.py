@@ -17,7 +17,7 @@ from support.saving import files, in_job
 import unickpt
 from unickpt import SaveOptions, UnsupportedLeaf
 from unickpt.backends.trainers.transformers import TrainerWriter
-from unickpt.format import writers
+from unickpt.format import writer_registry
 from unickpt.plugins.export.destinations import LocalDestination
 
 FAST = SaveOptions(fsync=False)
@@ -253,10 +253,10 @@ def test_each_part_is_read_back(
     save(tmp_path / "c", of_trainer)
     if wrong == "bytes":  # a disk that lies
         monkeypatch.setattr(LocalDestination, "read", lambda self, file: b"")
-    writers.register_writer("damaging", Damaging)
+    writer_registry.register_writer("damaging", Damaging)
     try:
         with pytest.raises(unickpt.CheckpointCorrupt, match=words):
             export(tmp_path / "c", "damaging", wrong=wrong)
     finally:
-        writers.unregister_writer("damaging")
+        writer_registry.unregister_writer("damaging")
     assert not (tmp_path / "out").exists()

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from unickpt.arrays import dtypes
-from unickpt.format import codec
+from unickpt.format import chunk_encoding
+from unickpt.format.chunk_encoding import zarr_metadata
 from unickpt.format.chunk_grid import Part
-from unickpt.format.codec import zarr_metadata
 from unickpt.format.index import ArrayEntry
 from unickpt.plugins.compress import blosc_frames
 from unickpt.plugins.compress.auto import chosen_encoding
@@ -47,7 +47,7 @@ def read(data: bytes, dtype: str, count: int) -> np.ndarray[Any, Any]:
     store.write("c/0", data).result()
     metadata = zarr_metadata(entry, Part.whole("w", (count,), (count,)))
     assert [each["name"] for each in metadata["codecs"]] == ["bytes", "blosc"]
-    store.write("zarr.json", codec.zarr_json(metadata)).result()
+    store.write("zarr.json", chunk_encoding.zarr_json(metadata)).result()
     opened = ts.open({"driver": "zarr3", "kvstore": memory}, context=context).result()
     found = np.ascontiguousarray(opened.read().result())
     assert opened.dtype.name == dtype
@@ -103,7 +103,7 @@ def test_trained_weights_shrink_by_two_fifths_and_more() -> None:
 
     rng = np.random.default_rng(0)
     rows = rng.standard_normal((512, 4096)) * np.exp(rng.normal(-4, 0.5, (512, 1)))
-    data = codec.bytes_of(rows.astype(ml_dtypes.bfloat16))
+    data = chunk_encoding.bytes_of(rows.astype(ml_dtypes.bfloat16))
     frame = blosc_frames.compressed(data, 2, blosc_frames.compressor())
     assert frame is not None
     assert len(data) / len(frame) > 1.45

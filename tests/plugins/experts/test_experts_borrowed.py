@@ -18,7 +18,7 @@ from support.saving import in_job, same
 import unickpt
 from unickpt import Checkpointer, Experts, SaveOptions, StorageError
 from unickpt.format.ocdbt_reader import OcdbtReader
-from unickpt.format.reader import Request
+from unickpt.format.reader_protocol import Request
 from unickpt.runs.step_folder import StepFolder
 from unickpt.saving.task import SaveTask
 from unickpt.storage import paths

@@ -26,7 +26,7 @@ from unickpt import (
 from unickpt.commit import lease
 from unickpt.plugins.export import destinations
 from unickpt.plugins.export import job as export_job
-from unickpt.runs import orphans
+from unickpt.runs import save_leftovers
 from unickpt.storage import local_folders
 from unickpt.storage.errors import Failed
 
@@ -124,14 +124,14 @@ def test_clean_puts_back_what_a_killed_export_moved_away(
     tmp_path: Path, forks: Forks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     killed(forks, tmp_path, "between")
-    found = orphans.find(tmp_path)
+    found = save_leftovers.find(tmp_path)
     assert found.orphans == ()
     assert sorted(r.kind for r in found.under_way) == ["export", "replaced"]
-    monkeypatch.setattr(orphans, "RECENT_S", 0.0)
-    found = orphans.find(tmp_path)
-    assert len(orphans.clean(tmp_path, found.orphans)) == 2
+    monkeypatch.setattr(save_leftovers, "RECENT_S", 0.0)
+    found = save_leftovers.find(tmp_path)
+    assert len(save_leftovers.clean(tmp_path, found.orphans)) == 2
     assert version_at(tmp_path / "out") == 1
-    assert orphans.find(tmp_path).orphans == ()
+    assert save_leftovers.find(tmp_path).orphans == ()
     assert {name for name in os.listdir(tmp_path) if name.endswith((".old", ".partial"))} == set()
 
 
@@ -142,10 +142,10 @@ def test_a_kill_after_the_exchange_leaves_the_new_one(
     beside = killed(forks, tmp_path, "flush")
     assert version_at(tmp_path / "out") == 2
     assert any(name.endswith(".partial") for name in beside)
-    monkeypatch.setattr(orphans, "RECENT_S", 0.0)
-    (orphan,) = orphans.find(tmp_path).orphans
+    monkeypatch.setattr(save_leftovers, "RECENT_S", 0.0)
+    (orphan,) = save_leftovers.find(tmp_path).orphans
     assert (orphan.kind, orphan.files > 2) == ("export", True)
-    assert orphans.clean(tmp_path, [orphan]) == [orphan]
+    assert save_leftovers.clean(tmp_path, [orphan]) == [orphan]
     assert version_at(tmp_path / "out") == 2
 
 
@@ -159,10 +159,10 @@ def test_clean_beside_an_export_that_only_reads_never_makes_it_lose_what_was_the
 
     def cleaned(self: Any, files: Any) -> None:
         with monkeypatch.context() as patch:
-            patch.setattr(orphans, "RECENT_S", 0.0)
-            found = orphans.find(tmp_path).orphans
+            patch.setattr(save_leftovers, "RECENT_S", 0.0)
+            found = save_leftovers.find(tmp_path).orphans
             assert [r.kind for r in found] == ["export"]
-            orphans.clean(tmp_path, found)
+            save_leftovers.clean(tmp_path, found)
         commit(self, files)
 
     monkeypatch.setattr(destinations.LocalDestination, "commit", cleaned)

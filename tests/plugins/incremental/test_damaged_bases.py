@@ -22,7 +22,7 @@ from unickpt import (
     SaveOptions,
     StorageError,
 )
-from unickpt.runs import orphans
+from unickpt.runs import save_leftovers
 from unickpt.storage import paths
 
 OPTIONS = SaveOptions(chunk_bytes=8192, fsync=False)
@@ -189,7 +189,10 @@ def test_retention_removes_a_base_that_only_a_killed_job_marked(
 def test_old_locks_of_marks_are_removed(by: str, borrowed_from: Path, tmp_path: Path) -> None:
     def remove() -> list[str]:
         if by == "clean":
-            return [r.name for r in orphans.clean(tmp_path, orphans.find(tmp_path).orphans)]
+            return [
+                r.name
+                for r in save_leftovers.clean(tmp_path, save_leftovers.find(tmp_path).orphans)
+            ]
         with Checkpointer(tmp_path, options=OPTIONS) as run:
             run.save(10 + len(run.steps()), state(5)).result()
         return []

@@ -19,7 +19,7 @@ from support.saving import same as same_arrays
 
 import unickpt
 from unickpt import Checkpointer, SaveConflict, SaveOptions, UnsupportedLeaf
-from unickpt.runs import attempt_folders, orphans, tier_copies
+from unickpt.runs import attempt_folders, save_leftovers, tier_copies
 from unickpt.runs.step_folder import StepFolder
 from unickpt.saving import writer
 from unickpt.storage import paths
@@ -383,27 +383,27 @@ def test_retired_steps_go_when_the_run_continues_without_experts(
 def test_clean_removes_retired_steps_that_nothing_needs(
     root: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(orphans, "RECENT_S", 0.0)
+    monkeypatch.setattr(save_leftovers, "RECENT_S", 0.0)
     experts = unickpt.Experts({"experts/{x}": 1})
     with Checkpointer(root, keep_last=1, experts=experts, options=OPTIONS) as steps:
         for step in range(8):
             steps.save(step, state(step), wait=True)
             steps.wait()
-    assert orphans.find(root).orphans == (), "the newest step needs all of them"
+    assert save_leftovers.find(root).orphans == (), "the newest step needs all of them"
     for name in folders_of(root):  # also if asked about one of them
-        found = orphans.find(f"{root}/{name}")
+        found = save_leftovers.find(f"{root}/{name}")
         assert (*found.orphans, *found.unknown) == ()
     if os.path.isdir(f"{root}/step_7"):  # people rename what they want to keep
         os.rename(f"{root}/step_7", f"{root}/best")
-        assert orphans.find(root).orphans == ()
+        assert save_leftovers.find(root).orphans == ()
         os.rename(f"{root}/best", f"{root}/step_7")
     expected = unickpt.load(f"{root}/step_7")
     unickpt.copy(f"{root}/step_7", f"{root}/whole")
     paths.resolve(f"{root}/step_7").remove(paths.context())
-    found = orphans.find(root)
+    found = save_leftovers.find(root)
     assert {orphan.kind for orphan in (*found.orphans, *found.unknown)} == {"retired"}
     assert len({*found.orphans, *found.unknown}) == 5
-    removed = orphans.clean(root, [*found.orphans, *found.unknown])
+    removed = save_leftovers.clean(root, [*found.orphans, *found.unknown])
     assert len(removed) == 5
     assert folders_of(root) == ["whole"]
     assert same(unickpt.load(f"{root}/whole"), expected)
@@ -428,7 +428,7 @@ with Run(Path(folder)).open() as steps:
 @pytest.mark.parametrize(
     ("step", "when"),
     [
-        ("runs.removal.Removal:_keep_later", "after"),
+        ("runs.requested_removal.Removal:_keep_later", "after"),
         ("runs.lineage_notes:record", "before"),
         ("runs.lineage_notes:record", "after"),
         ("runs.attempt_folders:remove_checkpoint", "before"),

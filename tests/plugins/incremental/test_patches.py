@@ -22,7 +22,7 @@ import unickpt
 from unickpt import CheckpointCorrupt, Checkpointer, LoadOptions, SaveOptions
 from unickpt.cli.app import app
 from unickpt.errors import UnsupportedFormat
-from unickpt.format import chunk_grid, codec, index_json
+from unickpt.format import chunk_encoding, chunk_grid, index_json
 from unickpt.plugins.incremental import patches
 from unickpt.saving import write_plan
 from unickpt.tools import copying
@@ -292,7 +292,7 @@ def test_a_patch_longer_than_a_chunk_is_refused_before_it_is_read(
     pair: tuple[Path, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, _ = pair
-    monkeypatch.setattr(codec, "nbytes_as_stored", lambda entry, shape: 6)
+    monkeypatch.setattr(chunk_encoding, "nbytes_as_stored", lambda entry, shape: 6)
     stored = unickpt.open(path)["w"]
     with pytest.raises(CheckpointCorrupt, match=r"a patch of \d+ bytes for a chunk of 6"):
         stored.read(Box((0, 0), (4, CHUNK // 8)))

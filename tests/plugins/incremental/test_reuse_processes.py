@@ -34,8 +34,8 @@ from test_reuse_processes import state_of
 root, local, index, count, session, first, many, reuse, step, when = ARGS
 commit._GRACE_S = 0.3
 if local and count > 1:
-    unickpt.runs.removal.check_shared = lambda *_: None  # they cannot agree
-    unickpt.runs.removal.Removal._remove_abandoned = lambda *_: None
+    unickpt.runs.requested_removal.check_shared = lambda *_: None  # they cannot agree
+    unickpt.runs.requested_removal.Removal._remove_abandoned = lambda *_: None
 group = unickpt.ProcessGroup(index, count, session)
 options = unickpt.SaveOptions(group=group, timeout_s=5, chunk_bytes=2048, fsync=False)
 try:

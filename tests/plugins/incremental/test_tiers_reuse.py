@@ -21,7 +21,7 @@ import unickpt
 from unickpt import Checkpointer, SaveConflict, SaveOptions
 from unickpt.commit import version
 from unickpt.format import held_files
-from unickpt.runs import orphans, tier_copies
+from unickpt.runs import save_leftovers, tier_copies
 from unickpt.runs.retention import Retention
 from unickpt.runs.step_folder import StepFolder
 from unickpt.storage import paths
@@ -401,9 +401,9 @@ def test_what_an_interrupted_copy_leaves_is_known(run: Run) -> None:
     for folder in (run.root, str(run.local)):
         location = paths.resolve(f"{folder}/step_1")
         location.store(paths.context()).write("manifest.ocdbt", None).result()
-        found = list(orphans.search(paths.resolve(folder), paths.context()))
-        assert [(each.name, each.kind) for each in found if each.kind != orphans.LOCK] == [
-            ("step_1", orphans.UNFINISHED)
+        found = list(save_leftovers.search(paths.resolve(folder), paths.context()))
+        assert [(each.name, each.kind) for each in found if each.kind != save_leftovers.LOCK] == [
+            ("step_1", save_leftovers.UNFINISHED)
         ]
 
 

@@ -28,8 +28,8 @@ from unickpt.arrays.box import Box
 from unickpt.errors import StateChanged
 from unickpt.format.chunk_grid import parts
 from unickpt.format.index import ArrayEntry
+from unickpt.frameworks.adapter_protocol import ArraySource, Fragment, Memory
 from unickpt.frameworks.process_group import alone
-from unickpt.frameworks.protocol import ArraySource, Fragment, Memory
 from unickpt.plugins.incremental import unchanged
 from unickpt.plugins.incremental.change_samples import ArraySample
 from unickpt.plugins.incremental.unchanged import SeenState, UnchangedArrays

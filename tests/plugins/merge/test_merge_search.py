@@ -22,7 +22,7 @@ import unickpt
 from unickpt import Checkpoint, SaveOptions
 from unickpt.errors import MergeError
 from unickpt.plugins.merge.methods import Search, Weighted
-from unickpt.plugins.merge.search import Trial, balanced, pareto_front
+from unickpt.plugins.merge.weight_search import Trial, balanced, pareto_front
 from unickpt.reading.listing import checkpoints_below
 
 pytest.importorskip("scipy")

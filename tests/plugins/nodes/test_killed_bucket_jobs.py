@@ -23,8 +23,8 @@ import numpy as np
 import unickpt
 root, node, place = ARGS
 if place:
-    from unickpt.frameworks import process_states
-    process_states._place = lambda: place
+    from unickpt.frameworks import os_process_states
+    os_process_states._place = lambda: place
 run = unickpt.Checkpointer(root, node_local=node, options=unickpt.SaveOptions(fsync=False))
 run.save(1, {"w": np.arange(1000)}, wait=True)
 run.wait()

@@ -15,9 +15,9 @@ from unickpt.features import SaveCall
 from unickpt.plugins.nodes import job as job_module
 from unickpt.plugins.nodes import tier
 from unickpt.plugins.nodes.node_steps import NodeSteps
-from unickpt.runs.cleaning import Cleaning
+from unickpt.runs.background_removal import Cleaning
 from unickpt.runs.current_steps import Steps
-from unickpt.runs.removal import Removal
+from unickpt.runs.requested_removal import Removal
 from unickpt.runs.retention import Retention
 from unickpt.runs.step_folder import StepFolder
 from unickpt.runs.step_save import StepSave

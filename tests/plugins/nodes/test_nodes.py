@@ -23,7 +23,7 @@ from support.saving import files
 import unickpt
 from unickpt import Checkpointer, SaveOptions
 from unickpt.errors import CheckpointCorrupt, InvalidPath, SaveTimeout
-from unickpt.runs import orphans
+from unickpt.runs import save_leftovers
 
 OPTIONS = SaveOptions(fsync=False, timeout_s=20, chunk_bytes=4096)
 JOB = """
@@ -422,8 +422,8 @@ def test_an_interrupted_upload_whose_files_were_cleaned_is_made_again(
     run._steps.close()
     for path in root.rglob("*"):
         os.utime(path, (0, 0))
-    (orphan,) = orphans.find(root).orphans
-    assert orphans.clean(root, [orphan]) == [orphan]
+    (orphan,) = save_leftovers.find(root).orphans
+    assert save_leftovers.clean(root, [orphan]) == [orphan]
     Checkpointer(root, node_local=node, options=OPTIONS).close()
     assert (unickpt.load(root / "step_1")["w"] == state(1)["w"]).all()
     assert unickpt.verify(root / "step_1").ok

@@ -27,7 +27,7 @@ from unickpt import CheckpointCorrupt, LoadOptions, Rules, SaveOptions, Unsuppor
 from unickpt.arrays import dtypes
 from unickpt.cli.app import app
 from unickpt.errors import ProcessFailed, UnsupportedFormat
-from unickpt.format import codec, index_json
+from unickpt.format import chunk_encoding, index_json
 from unickpt.format.index import ArrayEntry
 from unickpt.plugins.quantize import choice, quantized_chunk
 from unickpt.plugins.quantize import codes as kinds
@@ -584,7 +584,7 @@ def test_a_bad_entry_is_damage(change: dict[str, Any], reason: str) -> None:
 def test_the_zarr_metadata_names_a_codec_that_nobody_knows() -> None:
     entry = quantised((256,))
     (part,) = unickpt.format.chunk_grid.parts(entry)
-    found = codec.zarr_metadata(entry, part)
+    found = chunk_encoding.zarr_metadata(entry, part)
     assert found["codecs"] == [{"name": "unickpt.quantized", "configuration": {"codes": "int4"}}]
     assert found["data_type"] == "float32"
 

@@ -15,7 +15,7 @@ from hypothesis.extra import numpy as hnp
 
 from unickpt.arrays import dtypes
 from unickpt.plugins.quantize import codes as kinds
-from unickpt.plugins.quantize import packing, quantized_chunk, search
+from unickpt.plugins.quantize import packing, quantized_chunk, range_search
 from unickpt.plugins.quantize.blocks import Blocks, stored_bytes
 
 DTYPES = ("float32", "float64", "bfloat16", "float16")
@@ -148,7 +148,7 @@ def test_a_shrunk_range_is_never_worse(
         x = numbers(shape, dtype, seed)
         shrunk = back(quantized_chunk.encode(x, codes), x, codes)
         with monkeypatch.context() as patch:
-            patch.setattr(search, "BINS", {})
+            patch.setattr(range_search, "BINS", {})
             plain = back(quantized_chunk.encode(x, codes), x, codes)
         blocks = Blocks.of(shape)
         squares = [

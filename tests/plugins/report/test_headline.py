@@ -14,7 +14,7 @@ from unickpt.plugins.report.loop_cost import LoopCost, ReportedSave, calls_of, l
 from unickpt.plugins.report.metric_lines import SavedLine
 from unickpt.plugins.report.metric_series import series_of
 from unickpt.plugins.report.run_facts import Durations, RunFacts, StepFacts
-from unickpt.runs.orphans import Orphan, OrphanSearch
+from unickpt.runs.save_leftovers import Orphan, OrphanSearch
 
 USUAL = Durations(done=10.0, median=9.0, merged=11.0, blocked=0.5, slowest=3)
 

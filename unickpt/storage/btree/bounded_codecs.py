@@ -11,7 +11,7 @@ import struct
 import tensorstore as ts
 
 from unickpt.storage.errors import Failed
-from unickpt.storage.kvstore import KvStore
+from unickpt.storage.tensorstore_calls import KvStore
 
 _ZSTD_IN_ZIP = 93
 _ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"

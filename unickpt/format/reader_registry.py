@@ -11,7 +11,7 @@ import xxhash
 from unickpt import doors, errors
 from unickpt.format.files import Files
 from unickpt.format.index import REPLACED
-from unickpt.format.reader import Reader
+from unickpt.format.reader_protocol import Reader
 from unickpt.quoting import first_few, quoted
 from unickpt.storage import paths
 from unickpt.storage.errors import Failed, reading, reading_failed

@@ -8,7 +8,7 @@ from typing import Annotated, Any, cast
 
 import typer
 
-from unickpt.format import writers
+from unickpt.format import writer_registry
 from unickpt.frameworks.memory_budget import MemoryBudget
 from unickpt.options import SaveOptions
 from unickpt.reading import checkpoint
@@ -74,8 +74,8 @@ To = Annotated[
     str | None,
     typer.Option(
         "--to",
-        help=f"The format: {', '.join(writers.names())}. By default, the suffix of the destination "
-        "says it.",
+        help=f"The format: {', '.join(writer_registry.names())}. By default, the suffix of the "
+        "destination says it.",
     ),
 ]
 Overwrite = Annotated[
@@ -160,6 +160,6 @@ def named_values(option: str, assignments: list[str] | None, expected: str) -> d
 def checked_format(to: str | None, destination: str) -> str:
     """The format to write; ends the command with a message if there is none."""
     try:
-        return writers.chosen(to, destination)
+        return writer_registry.chosen(to, destination)
     except ValueError as error:
         fail(str(error))

@@ -8,8 +8,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from unickpt.arrays.dtypes import Array
+from unickpt.format.chunk_encoding import Encoded
 from unickpt.format.chunk_grid import Part
-from unickpt.format.codec import Encoded
 from unickpt.format.index import ArrayEntry, Encoding, Index
 
 Column = np.ndarray[Any, Any]

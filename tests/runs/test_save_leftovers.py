@@ -27,7 +27,7 @@ import unickpt
 from unickpt import Checkpointer, SaveConflict, StorageError
 from unickpt.cli.app import app
 from unickpt.commit import lease
-from unickpt.runs import orphans
+from unickpt.runs import save_leftovers
 from unickpt.storage import locations, paths
 from unickpt.storage.locations import Location
 from unickpt.tools.terminal import output
@@ -101,7 +101,7 @@ def test_orphans_are_told_and_removed_and_nothing_else(
 ) -> None:
     for key in ("notes.txt", "step_3/readme", "logs/processes/x/events", "step_4/processes/a-1/my"):
         store(root).write(key, b"mine").result()
-    monkeypatch.setattr(orphans, "RECENT_S", 0.0)
+    monkeypatch.setattr(save_leftovers, "RECENT_S", 0.0)
     before = keys(root)
     listed = json.loads(run("ls", root, "--json"))["orphans"]
     assert [(r["name"], r["kind"]) for r in listed] == [
@@ -124,14 +124,14 @@ def test_orphans_are_told_and_removed_and_nothing_else(
 
 
 def test_one_checkpoint(root: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(orphans, "RECENT_S", 0.0)
+    monkeypatch.setattr(save_leftovers, "RECENT_S", 0.0)
     where = f"{root}/step_1"
     (found,) = json.loads(run("ls", where, "--json"))["orphans"]
     assert found["name"] == "processes/f00d-000007"
     run("clean", where, "--yes")
     assert not any("f00d" in key for key in keys(where))
     assert same(unickpt.load(where), numbers(1))
-    (unfinished,) = orphans.find(f"{root}/step_2").orphans
+    (unfinished,) = save_leftovers.find(f"{root}/step_2").orphans
     assert (unfinished.name, unfinished.kind) == (".", "unfinished")
     run("clean", f"{root}/step_2", "--yes")
     assert [key for key in keys(root) if key.startswith("step_2/")] in (
@@ -143,10 +143,10 @@ def test_one_checkpoint(root: str, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_changes_between_the_question_and_the_answer_stays(
     root: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(orphans, "RECENT_S", 0.0)
-    found = orphans.find(root).orphans
+    monkeypatch.setattr(save_leftovers, "RECENT_S", 0.0)
+    found = save_leftovers.find(root).orphans
     copy_attempt(f"{root}/step_2", "beef-000000")  # another job begins to save the same step
-    assert [r.name for r in orphans.clean(root, found)] == ["step_1/processes/f00d-000007"]
+    assert [r.name for r in save_leftovers.clean(root, found)] == ["step_1/processes/f00d-000007"]
     assert any("/beef-000000/" in key for key in keys(root))
 
 
@@ -163,10 +163,10 @@ def test_a_person_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_not_while_a_job_has_the_lease(root: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(orphans, "RECENT_S", 0.0)
+    monkeypatch.setattr(save_leftovers, "RECENT_S", 0.0)
     monkeypatch.setattr(lease, "_RENEW_S", 0.1)  # who asks waits that long to see it
     before = {key for key in keys(root) if key.startswith("step_")}
-    stale = orphans.find(root).orphans
+    stale = save_leftovers.find(root).orphans
     with Checkpointer(root) as job:
         monkeypatch.setattr("unickpt.runs.step_folder.StepFolder._remove_orphans", lambda *_: None)
         job.save(9, numbers(9)).result()
@@ -179,9 +179,9 @@ def test_not_while_a_job_has_the_lease(root: str, monkeypatch: pytest.MonkeyPatc
         )
         if not root.startswith("s3"):
             with pytest.raises(SaveConflict, match="another Checkpointer of this same process"):
-                orphans.clean(root, stale)
+                save_leftovers.clean(root, stale)
         assert before <= set(keys(root))
-    assert len(orphans.find(root).orphans) == 2
+    assert len(save_leftovers.find(root).orphans) == 2
 
 
 KILLED = """
@@ -202,8 +202,8 @@ def test_a_save_that_was_killed(tmp_path: Path) -> None:
         done = subprocess.run([sys.executable, "-c", code, tmp_path / step], check=False)
         assert done.returncode == -signal.SIGKILL
     for _ in range(2):  # the first time, it may still be under way
-        assert orphans.find(tmp_path).holder is None
-        found = orphans.find(tmp_path)
+        assert save_leftovers.find(tmp_path).holder is None
+        found = save_leftovers.find(tmp_path)
         grow_old(tmp_path)
     assert [r.kind for r in found.under_way] == []
     assert {r.name.partition("/")[0] for r in found.orphans} == {"step_1", "step_2"}
@@ -341,9 +341,9 @@ def test_a_save_that_has_only_linked_old_files_is_under_way(name: str, tmp_path:
         save = partial(unickpt.save, overwrite=True, options=options)
         saving = pool.submit(save, tmp_path / name, state | {"n": 1})
         assert paused.wait(30)
-        found = orphans.find(tmp_path)
+        found = save_leftovers.find(tmp_path)
         assert (found.orphans, [r.is_recent for r in found.under_way]) == ((), [True])
-        assert orphans.clean(tmp_path, found.under_way) == []
+        assert save_leftovers.clean(tmp_path, found.under_way) == []
         go.set()
         saving.result()
     assert unickpt.load(tmp_path / name)["n"] == 1
@@ -376,8 +376,8 @@ def test_a_save_that_commits_while_clean_waits_for_it_stays(
 ) -> None:
     unickpt.save(tmp_path / "a", {"n": 1})
     unfinished = (tmp_path / "a" / "manifest.ocdbt").rename(tmp_path / "kept")
-    monkeypatch.setattr(orphans, "RECENT_S", 0.0)
-    found = orphans.find(tmp_path).orphans
+    monkeypatch.setattr(save_leftovers, "RECENT_S", 0.0)
+    found = save_leftovers.find(tmp_path).orphans
     locked = locations.manifest_locked
 
     def committing(location: Location, timeout_s: float) -> Any:
@@ -386,5 +386,5 @@ def test_a_save_that_commits_while_clean_waits_for_it_stays(
 
     monkeypatch.setattr(locations, "manifest_locked", committing)
     assert [r.kind for r in found] == ["unfinished"]
-    assert orphans.clean(tmp_path, found) == []
+    assert save_leftovers.clean(tmp_path, found) == []
     assert unickpt.load(tmp_path / "a")["n"] == 1

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 from unickpt import doors
-from unickpt.format.writer import Writer
+from unickpt.format.writer_protocol import Writer
 from unickpt.quoting import quoted
 from unickpt.storage import paths
 

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from unickpt.frameworks import process_states
-from unickpt.frameworks.process_states import (
+from unickpt.frameworks import os_process_states
+from unickpt.frameworks.os_process_states import (
     DEAD,
     DISK,
     RUNS,
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux tell
 
 
 def identity_of(pid: int) -> Identity:
-    stat = process_states._stat_of(pid)
+    stat = os_process_states._stat_of(pid)
     assert stat is not None
     return replace(own_identity(), pid=pid, started=stat.started)
 
@@ -75,7 +75,7 @@ ctypes.CDLL(None).syscall(60, 0)  # exit, of this thread alone
     try:
         process = identity_of(child.pid)
         deadline = time.monotonic() + 30
-        while (stat := process_states._stat_of(child.pid)) and stat.letter != "Z":
+        while (stat := os_process_states._stat_of(child.pid)) and stat.letter != "Z":
             assert time.monotonic() < deadline
             time.sleep(0.01)
         assert state_of(process) != DEAD
@@ -91,7 +91,7 @@ def proc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     own_identity()
     folder = tmp_path / str(os.getpid())
     (folder / "task").mkdir(parents=True)
-    monkeypatch.setattr(process_states, "_PROC", tmp_path)
+    monkeypatch.setattr(os_process_states, "_PROC", tmp_path)
     return folder
 
 

@@ -15,11 +15,11 @@ import xxhash
 
 from unickpt.arrays import dtypes
 from unickpt.arrays.dtypes import Array
-from unickpt.format import chunk_grid, codecs
+from unickpt.format import chunk_grid, codec_protocol
 from unickpt.format.chunk_grid import Part, join_key
-from unickpt.format.codecs import as_codecs, codec_of, encoding_of
+from unickpt.format.codec_protocol import as_codecs, codec_of, encoding_of
 from unickpt.format.index import ArrayEntry, Encoding, Index
-from unickpt.storage.kvstore import asking
+from unickpt.storage.tensorstore_calls import asking
 
 Codecs = Sequence[Mapping[str, Any]]
 AUTO = "auto"
@@ -118,7 +118,7 @@ class Encoded(NamedTuple):
     Arguments:
         value: its bytes, in parts.
         digest: of the chunk; None if that is the digest of the bytes.
-        note: the codec's note about it (`codecs.Extra`).
+        note: the codec's note about it (`codec_protocol.Extra`).
     """
 
     value: tuple[memoryview, ...]
@@ -139,7 +139,7 @@ def encode(entry: ArrayEntry, part: Part, chunk: Array) -> Encoded:
     """
     if entry.encoding:
         if (codec := codec_of(entry)) is not None:
-            stored = codecs.encode(codec, entry, chunk)
+            stored = codec_protocol.encode(codec, entry, chunk)
             return Encoded((stored.data.data,), None, stored.note)
         return Encoded((compressed(entry, part, chunk),), digest(chunk))
     value = raw(part, chunk)
@@ -158,7 +158,7 @@ def digest_as_stored(entry: ArrayEntry, chunk: Array) -> int:
         UnsupportedLeaf: its codec cannot store it.
     """
     codec = codec_of(entry)
-    return digest(chunk if codec is None else codecs.encode(codec, entry, chunk).data)
+    return digest(chunk if codec is None else codec_protocol.encode(codec, entry, chunk).data)
 
 
 def nbytes_as_stored(entry: ArrayEntry, shape: Sequence[int]) -> int:

@@ -6,9 +6,9 @@ import json
 from collections.abc import Iterator, Sequence
 
 from unickpt.errors import CheckpointCorrupt
-from unickpt.format import codec
+from unickpt.format import chunk_encoding
 from unickpt.format.index import BORROWED_KEY, DIGESTS_KEY, INDEX_KEY, extra_key
-from unickpt.format.reader import ParallelMap, Reader
+from unickpt.format.reader_protocol import ParallelMap, Reader
 from unickpt.format.verified_chunks import ChunkStore
 from unickpt.storage.errors import reading
 from unickpt.threads import in_batches
@@ -45,7 +45,7 @@ class KeyChecks:
             return
         for name in sorted(names ^ index.names.keys()):
             yield name, "is in the tree or in the index, but not in both"
-        expected = codec.zarr_keys(index)
+        expected = chunk_encoding.zarr_keys(index)
         for different in run(self._different, list(in_batches(expected.items(), _KEYS_AT_ONCE))):
             for key in different:
                 yield "", f"{key!r} differs from its description in the index"

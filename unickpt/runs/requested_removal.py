@@ -20,7 +20,7 @@ from unickpt.frameworks.members import named
 from unickpt.frameworks.process_group import Group, members_of
 from unickpt.quoting import counted, first_few
 from unickpt.runs import attempt_folders, lineage_notes
-from unickpt.runs.cleaning import Cleaning
+from unickpt.runs.background_removal import Cleaning
 from unickpt.runs.current_steps import Steps
 from unickpt.runs.roles import Roles
 from unickpt.runs.run_features import RunFeatures
@@ -35,7 +35,7 @@ _log = logging.getLogger("unickpt")
 class Removal:
     """Removes steps: all processes of a job call it, process 0 removes, and the others wait.
 
-    `cleaning` removes steps that rules such as `keep_last` no longer keep.
+    `background_removal` removes steps that rules such as `keep_last` no longer keep.
 
     Arguments:
         steps, cleaning, features, queue: of the run.
