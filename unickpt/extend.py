@@ -415,7 +415,7 @@ _LATER = {
     "tools.difference": "ComparedViews",
     "tools.partial_copies": "PartialCopy, leaving_out, lost_boxes, replace_in_place",
     "tools.terminal": (
-        "options as terminal_options, output as terminal_output, tables as terminal_tables"
+        "command_options as terminal_options, output as terminal_output, tables as terminal_tables"
     ),
     "tools.slab_reads": "Buffered, Slabs as SlabReads, check_rest, read_boxes",
     "trees.stored_types": "PYTHON_TYPES, STORED_TYPES, StoredType, has_known_factory, parsed_types",
