@@ -340,6 +340,29 @@ def test_a_step_that_cannot_be_removed_does_no_harm(
         assert checkpointer.steps() == [3], "what failed is tried again"
 
 
+def test_steps_do_not_pile_up_where_removing_one_takes_longer_than_saving_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_go, remove = threading.Event(), StepFolder.remove
+
+    def slow(folder: StepFolder, step: int) -> None:
+        assert may_go.wait(20)
+        remove(folder, step)
+
+    monkeypatch.setattr(StepFolder, "remove", slow)
+    with Checkpointer(tmp_path, keep_last=1, options=FAST) as checkpointer:
+        for step in range(3):
+            checkpointer.save(step, numbers(step)).result()
+        late = checkpointer.save(3, numbers(3))
+        with pytest.raises(TimeoutError):
+            late.result(timeout=0.5)
+        assert checkpointer.steps() == [0, 1, 2]
+        may_go.set()
+        late.result()
+        checkpointer.wait()
+        assert checkpointer.steps() == [3]
+
+
 def test_a_save_that_is_waited_for_has_removed_old_steps(tmp_path: Path) -> None:
     with Checkpointer(tmp_path, keep_last=1, options=FAST) as checkpointer:
         for step in range(4):

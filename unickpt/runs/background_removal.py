@@ -36,9 +36,13 @@ class Cleaning:
         """Cleans in the background, after earlier work."""
         self._work.add(self.clean)
 
-    def wait(self) -> None:
-        """Waits until nothing is left to clean; raises nothing."""
-        self._work.wait()
+    def wait(self, most: int = 0) -> None:
+        """Waits until nothing is left to clean; raises nothing.
+
+        Arguments:
+            most: how many cleanings may remain, of which the last saves each started one.
+        """
+        self._work.wait(most)
 
     def clean(self) -> None:
         """Removes the steps that no rule keeps, and copied steps from the local tier."""

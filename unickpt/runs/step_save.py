@@ -103,6 +103,7 @@ class StepSave:
             self._copying.wait_for_turn()
         if not self._is_coordinator:
             return
+        self._cleaning.wait(1)  # else steps pile up where removing one takes longer than saving one
         steps, first = self._steps, self._steps.first
         first.check_no_checkpoint()
         # Until now, another job may have saved here.

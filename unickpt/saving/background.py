@@ -297,12 +297,15 @@ class PendingSave:
         try:
             with snapshot.failing():
                 snapshot.prepare()
-                if snapshot.has_later:  # now, because the program may end right after this call
+                has_later = snapshot.has_later
+                if has_later:  # now, because the program may end right after this call
                     name = f"unickpt stage {self.url}"
                     threading.Thread(target=self._stage_later, name=name).start()
                 snapshot.stage_now()
         except Abandoned:
-            pass  # the writer failed; its error is reported like any other
+            has_later = (
+                snapshot.has_later
+            )  # the writer failed, which is reported like any other error
         except BaseException as error:
             self._events.happened(*let_go)
             self._events.wait(SaveEvent.ENDED)
@@ -311,10 +314,10 @@ class PendingSave:
                 raise out_of_memory(f"saving to {self.url.rstrip('/')}", error) from error
             raise
         timings.lap("stage")
-        if not waits and (snapshot.has_later or not snapshot.waits_for_commit):
+        if not waits and (has_later or not snapshot.waits_for_commit):
             timings.unblock()
         self._events.happened(*let_go)
-        if not snapshot.has_later:
+        if not has_later:
             self.wait_staged()
 
     # --- on its own threads --------------------------------------------------------------------
