@@ -5,6 +5,7 @@ Keeping a copy in the memory of a peer is an idea of Gemini (Wang et al., SOSP 2
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import time
@@ -27,7 +28,8 @@ if TYPE_CHECKING:
     from unickpt.plugins.nodes.job import Nodes
 
 _log = logging.getLogger("unickpt")
-_PIECE_BYTES, _TIMEOUT_S = 1 << 20, 15.0
+_PIECE_BYTES, _TIMEOUT_S, _PAUSE_S = 1 << 20, 15.0, 0.2
+_DOWN = errno.ENETDOWN, errno.ENETUNREACH, errno.EHOSTDOWN, errno.EHOSTUNREACH
 
 
 def keepers(members: Sequence[NodeProcess]) -> list[int]:
@@ -154,11 +156,23 @@ def paced(bytes_per_s: float | None) -> Iterator[Callable[[int], None]]:
 def answer(url: str | urllib.request.Request) -> Iterator[Any]:
     """What a node answers, to be read. Raises Failed, which names the node."""
     try:
-        with urllib.request.urlopen(url, timeout=_TIMEOUT_S) as response:
+        with _opened(url) as response:
             yield response
     except (URLError, TimeoutError, ConnectionError, HTTPException) as error:
         place = place_of(url if isinstance(url, str) else url.full_url)
         raise Failed(f"{place}: {getattr(error, 'reason', error)}") from error
+
+
+def _opened(url: str | urllib.request.Request) -> Any:
+    """Waits for a network that is down as long as for one that stalls. Raises URLError."""
+    deadline = time.monotonic() + _TIMEOUT_S
+    while True:
+        try:
+            return urllib.request.urlopen(url, timeout=_TIMEOUT_S)
+        except URLError as error:
+            if getattr(error.reason, "errno", 0) not in _DOWN or time.monotonic() > deadline:
+                raise
+        time.sleep(_PAUSE_S)
 
 
 def fetched(url: str | urllib.request.Request) -> bytes:

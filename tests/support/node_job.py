@@ -127,7 +127,7 @@ def run(kind: str, root: str, folders: list[str], order: dict[str, Any]) -> None
             `then`: "kill" after these are committed, "stop" without closing the run, or "close";
             `arguments`: of the Checkpointer; `options`: further ones of its saves; `fault`: what
             process 1 does when others read its files, from the load or (`early_fault`) from the
-            beginning; see `faulty_node`.
+            beginning; see `faulty_node`; `began`: a file for each process, written before it loads.
     """
     logging.basicConfig()  # to stderr
     side: Any = TorchSide() if kind == "torch" else JaxSide()
@@ -147,6 +147,8 @@ def run(kind: str, root: str, folders: list[str], order: dict[str, Any]) -> None
         check_error(side, checkpointer, order["error"])
         os._exit(0)
     first, began = 0, time.monotonic()
+    if "began" in order:
+        open(f"{order['began']}-{side.rank}", "w").close()
     if "load" in order:
         assert checkpointer.latest() == order["load"], checkpointer.steps()
     if checkpointer.latest() is not None:
