@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
-from unickpt.integrations.serving.following import copies_of_model
+from unickpt.integrations.serving.joint_flip import copies_of_model
 from unickpt.integrations.serving.loading import CheckpointLoader
 from unickpt.integrations.vllm import NAME
 

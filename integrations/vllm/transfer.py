@@ -16,7 +16,7 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 
-from unickpt.integrations.serving.following import live_tree, make_live
+from unickpt.integrations.serving.joint_flip import live_tree, make_live
 from unickpt.integrations.serving.loading import rules_named
 from unickpt.integrations.vllm import NAME
 from unickpt.plugins.weights import Follower, Publisher

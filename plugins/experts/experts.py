@@ -8,10 +8,10 @@ from typing import Literal
 
 from unickpt.errors import UnsupportedLeaf
 from unickpt.extend import Box, Reader, Run, RunFeature, SaveFeature, Selection, changed_repr
+from unickpt.plugins.experts.expert_choice import Choose, most_lost
 from unickpt.plugins.experts.in_run import PartialSaves
 from unickpt.plugins.experts.keys import ExpertKeys
-from unickpt.plugins.experts.lost_tokens import Choose, most_lost
-from unickpt.plugins.experts.partial_copies import WholeSaves, copy_selection, recovered_selection
+from unickpt.plugins.experts.two_levels import WholeSaves, copy_selection, recovered_selection
 
 
 @dataclass(frozen=True)

@@ -20,9 +20,9 @@ from unickpt.extend import (
     resolve_path,
 )
 from unickpt.plugins.experts import token_counts
+from unickpt.plugins.experts.expert_choice import Choose, ExpertRecord
+from unickpt.plugins.experts.expert_choice import stored as stored_record
 from unickpt.plugins.experts.keys import ExpertKeys
-from unickpt.plugins.experts.lost_tokens import Choose, ExpertRecord
-from unickpt.plugins.experts.lost_tokens import stored as stored_record
 from unickpt.plugins.experts.partial_save import Chosen, PartialBase, PartialSave
 
 _log = logging.getLogger("unickpt")

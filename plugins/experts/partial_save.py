@@ -15,9 +15,9 @@ from unickpt.extend import (
     UnitSteps,
     common_codec,
 )
-from unickpt.plugins.experts import turns
+from unickpt.plugins.experts import turn_order
+from unickpt.plugins.experts.expert_choice import Choose, ExpertRecord, choose, recorded
 from unickpt.plugins.experts.keys import ExpertKeys
-from unickpt.plugins.experts.lost_tokens import Choose, ExpertRecord, choose, recorded
 
 
 def _stored_as(entry: ArrayEntry, index: Index) -> tuple[object, ...]:
@@ -66,7 +66,7 @@ class PartialBase:
             keys: name the experts.
         """
         stored = {n: _stored_as(index.arrays[n], index) for n in _arrays_with_experts(index, keys)}
-        orders = turns.orders(steps, keys, {})
+        orders = turn_order.orders(steps, keys, {})
         return cls(path, attempt, stored, steps, orders, processes=index.processes)
 
     @classmethod
@@ -80,8 +80,8 @@ class PartialBase:
         base = cls.of(path, index.attempt, index, steps, keys)
         if index.processes == 1:
             return base
-        writers = turns.writers(reader, _arrays_with_experts(index, keys))
-        orders = turns.orders(steps, keys, writers)
+        writers = turn_order.writers(reader, _arrays_with_experts(index, keys))
+        orders = turn_order.orders(steps, keys, writers)
         return replace(base, orders=orders, writers=writers)
 
     def followed_by(self, path: str, attempt: str, chosen: UnitSteps) -> PartialBase:

@@ -26,9 +26,9 @@ from unickpt.extend import (
 from unickpt.plugins.nodes import membership
 from unickpt.plugins.nodes.addresses import bypass_proxy
 from unickpt.plugins.nodes.file_server import FileServer
-from unickpt.plugins.nodes.locations import StepLocation, shared
 from unickpt.plugins.nodes.membership import NodeProcess
 from unickpt.plugins.nodes.node_folder import NodeFolder
+from unickpt.plugins.nodes.node_locations import StepLocation, shared
 from unickpt.plugins.nodes.options import NodeOptions
 from unickpt.plugins.nodes.silent_nodes import SilentNodes, place_of
 from unickpt.plugins.nodes.upload_notes import UploadNotes

@@ -17,9 +17,9 @@ from support.processes import Processes
 
 import unickpt
 from unickpt import Checkpointer, Experts, SaveOptions
+from unickpt.plugins.experts.expert_choice import ExpertRecord, choose
 from unickpt.plugins.experts.keys import ExpertKeys
-from unickpt.plugins.experts.lost_tokens import ExpertRecord, choose
-from unickpt.plugins.experts.turns import orders
+from unickpt.plugins.experts.turn_order import orders
 
 TEXT = "layers/{l}/experts/{x}/*"
 

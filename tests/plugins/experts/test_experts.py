@@ -19,7 +19,7 @@ from support.strategies import examples
 
 import unickpt
 from unickpt import Checkpointer, Experts, LoadMismatch, SaveOptions, StorageError, UnsupportedLeaf
-from unickpt.plugins.experts.lost_tokens import ExpertFacts
+from unickpt.plugins.experts.expert_choice import ExpertFacts
 
 OPTIONS = SaveOptions(chunk_bytes=4096, fsync=False)
 SMALL = {"chunk_bytes": 4096}

@@ -189,7 +189,7 @@ def test_a_choice_by_tokens_waits_for_them_in_a_job_of_several_processes(tmp_pat
 
 
 def test_most_lost_goes_by_tokens_then_by_age() -> None:
-    from unickpt.plugins.experts.lost_tokens import ExpertFacts, most_lost
+    from unickpt.plugins.experts.expert_choice import ExpertFacts, most_lost
 
     steps = {0: 4, 1: 2, 2: 3, 3: 2}
     assert most_lost(ExpertFacts("k", (0, 1, 2, 3), 3, steps, {0: 9.0})) == [0, 1, 3]

@@ -21,8 +21,8 @@ import unickpt
 from unickpt import Checkpointer, Experts, ProcessGroup, SaveOptions
 from unickpt.adapters import torch as torch_adapter
 from unickpt.adapters.torch import NamedOptimizer
+from unickpt.plugins.experts.expert_choice import ExpertRecord
 from unickpt.plugins.experts.keys import ExpertKeys
-from unickpt.plugins.experts.lost_tokens import ExpertRecord
 from unickpt.plugins.experts.partial_save import PartialSave
 from unickpt.saving import plan_cache, task, write_plan
 from unickpt.saving.write_plan import Sharing, WritePlan

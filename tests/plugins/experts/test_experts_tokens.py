@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from unickpt import Checkpointer, Experts, SaveOptions, UnsupportedLeaf, open
 from unickpt.cli.app import app
-from unickpt.plugins.experts.lost_tokens import ExpertRecord, TokenCounts
+from unickpt.plugins.experts.expert_choice import ExpertRecord, TokenCounts
 
 OPTIONS = SaveOptions(fsync=False)
 KEY = "layers/*/experts/{x}/w"

@@ -22,8 +22,8 @@ from unickpt.extend import (
     UnitSteps,
 )
 from unickpt.plugins.experts import token_counts
+from unickpt.plugins.experts.expert_choice import Choose, ExpertRecord, choose, recorded, stored
 from unickpt.plugins.experts.keys import ExpertKeys
-from unickpt.plugins.experts.lost_tokens import Choose, ExpertRecord, choose, recorded, stored
 from unickpt.plugins.experts.partial_save import Chosen, PartialSave
 
 
