@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from unickpt.backends._files.archives import InArchive, tarred, whole_file
-from unickpt.backends._files.checkpoint_files import is_pickle, is_plain_zip, is_tar
+from unickpt.backends._files.file_choice import is_pickle, is_plain_zip, is_tar
 from unickpt.backends._files.zip_files import ZipFile
 from unickpt.errors import CheckpointCorrupt, UnickptError, UnsupportedFormat
 from unickpt.extend import Damaged, Files, quoted, storage_context

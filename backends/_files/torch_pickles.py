@@ -13,8 +13,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from unickpt.backends._files import pickle_writer, pickles
-from unickpt.backends._files.checkpoint_files import is_legacy, is_pickle
 from unickpt.backends._files.elements import InMemoryElements
+from unickpt.backends._files.file_choice import is_legacy, is_pickle
 from unickpt.backends._files.headers import Cursor
 from unickpt.backends._files.pickles import (
     BadPickle,

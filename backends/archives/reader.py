@@ -12,9 +12,9 @@ from collections.abc import Collection, Mapping
 from itertools import groupby
 from typing import Any, cast
 
-from unickpt.backends._files import archives, checkpoint_files
+from unickpt.backends._files import archives, file_choice
 from unickpt.backends._files.archives import ArchivePart, InArchive, Inflated, MemberFiles
-from unickpt.backends._files.checkpoint_files import FoundFiles, open_kind
+from unickpt.backends._files.file_choice import FoundFiles, open_kind
 from unickpt.backends._files.torch_files import TorchFilesReader
 from unickpt.backends._files.torch_pickles import TorchFile
 from unickpt.backends._files.zip_files import ZipFile
@@ -65,13 +65,13 @@ def open(files: Files, hints: Mapping[str, Any]) -> Reader | None:
     if files.single is not None and _is_other_zip(files.head(files.single)):
         with reading(files.location):
             return make(FoundFiles((files.single,)))
-    return open_kind(files, checkpoint_files.ARCHIVE, make)
+    return open_kind(files, file_choice.ARCHIVE, make)
 
 
 def _is_other_zip(head: bytes) -> bool:
     """Whether a file is a zip file, and not at once seen to be one of torch, NumPy or Keras."""
-    first = checkpoint_files.first_member(head).decode(errors="replace")
-    return bool(first) and checkpoint_files.is_plain_zip([first])
+    first = file_choice.first_member(head).decode(errors="replace")
+    return bool(first) and file_choice.is_plain_zip([first])
 
 
 def _open(files: Files, name: str) -> Reader | None:
@@ -89,7 +89,7 @@ def _members(files: Files, name: str) -> Mapping[str, ArchivePart] | None:
     head = files.head(name)
     if head[:2] == b"PK":
         archive = ZipFile(files, name)
-        return archives.zipped(archive) if checkpoint_files.is_plain_zip(archive.members) else None
+        return archives.zipped(archive) if file_choice.is_plain_zip(archive.members) else None
 
     def damaged(reason: str) -> Exception:
         return files.damaged(f"{name}: {reason}")
@@ -98,14 +98,14 @@ def _members(files: Files, name: str) -> Mapping[str, ArchivePart] | None:
     if head[:2] == archives.GZIP:
         unzipped = Inflated(whole, archives.WITH_HEADER, name)
         head = unzipped.head(_HEAD)
-        kind = next((kind for kind in checkpoint_files.KINDS if kind.begins(head)), None)
+        kind = next((kind for kind in file_choice.KINDS if kind.begins(head)), None)
         if kind is None:
             return None
         whole = unzipped.all()
-        if not checkpoint_files.is_tar(head):
+        if not file_choice.is_tar(head):
             inner = name.removesuffix(".gz")
             return {inner if inner.endswith(kind.suffixes) else inner + kind.suffixes[0]: whole}
-    return archives.tarred(whole, damaged) if checkpoint_files.is_tar(head) else None
+    return archives.tarred(whole, damaged) if file_choice.is_tar(head) else None
 
 
 def _inside(files: MemberFiles, name: str) -> Reader | None:

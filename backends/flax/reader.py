@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from unickpt.backends._files import checkpoint_files
-from unickpt.backends._files.checkpoint_files import FoundFiles, open_kind, weight_map
+from unickpt.backends._files import file_choice
+from unickpt.backends._files.file_choice import FoundFiles, open_kind, weight_map
 from unickpt.backends._files.msgpack_files import Elsewhere, scan
 from unickpt.backends._files.tree_tables import table_of_tree
 from unickpt.extend import (
@@ -40,12 +40,12 @@ def open(files: Files, hints: Mapping[str, Any]) -> Reader | None:
             return FlaxReader(files, selection.index, _joined(files, selection.index))
         return FlaxReader(files, selection.names[0], scan(files, selection.names[0]))
 
-    return open_kind(files, checkpoint_files.FLAX, make)
+    return open_kind(files, file_choice.FLAX, make)
 
 
 def _joined(files: Files, index: str) -> dict[str, Any]:
     """The content of the files that an index names, each leaf from its file."""
-    where = weight_map(files, index, checkpoint_files.FLAX.suffixes)
+    where = weight_map(files, index, file_choice.FLAX.suffixes)
     opened = {file: scan(files, file) for file in sorted({*where.values()})}
     root: dict[str, Any] = {}
     for name, file in where.items():

@@ -18,9 +18,9 @@ from typing import Any
 
 import numpy as np
 
-from unickpt.backends._files import checkpoint_files
-from unickpt.backends._files.checkpoint_files import FoundFiles, open_kind
+from unickpt.backends._files import file_choice
 from unickpt.backends._files.elements import Unreadable
+from unickpt.backends._files.file_choice import FoundFiles, open_kind
 from unickpt.backends._files.headers import Cursor, is_size
 from unickpt.errors import CheckpointCorrupt, HintError, UnsupportedFormat
 from unickpt.extend import (
@@ -76,7 +76,7 @@ def open(files: Files, hints: Mapping[str, Any]) -> Reader | None:
         quants = None if dequantize is None else _quants(files)
         return GgufReader(files, selection.names[0], quants)
 
-    return open_kind(files, checkpoint_files.GGUF, make)
+    return open_kind(files, file_choice.GGUF, make)
 
 
 def _quants(files: Files) -> Any:
@@ -208,7 +208,7 @@ def _headers(files: Files, name: str) -> Sequence[_GGUFHeader]:
     count = first.metadata.get(_COUNT, 1)
     if count in (0, 1):
         return [first]
-    match = checkpoint_files.GGUF_PART.fullmatch(name)
+    match = file_choice.GGUF_PART.fullmatch(name)
     if match is None or type(count) is not int or int(match[2]) != count:
         raise first.unsupported(
             f"it is one of {quoted(count)} files, which must be named as llama.cpp names them, "
@@ -245,7 +245,7 @@ def _cursor(files: Files, name: str, first: _GGUFHeader) -> Cursor:
         raise files.damaged(
             f"{name} is missing, which belongs to {first.file}; was the model copied as a whole?"
         ) from error
-    if not checkpoint_files.GGUF.begins(head):
+    if not file_choice.GGUF.begins(head):
         raise files.damaged(f"{name} is damaged: it is no GGUF file")
     return Cursor(files, name)
 

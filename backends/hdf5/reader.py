@@ -21,8 +21,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from unickpt.backends._files import checkpoint_files
-from unickpt.backends._files.checkpoint_files import FoundFiles, decoded, open_kind
+from unickpt.backends._files import file_choice
+from unickpt.backends._files.file_choice import FoundFiles, decoded, open_kind
 from unickpt.backends._files.headers import naming
 from unickpt.backends._files.zip_files import DEFLATED, STORED, Member, ZipFile
 from unickpt.backends.hdf5.chunks import HDF5Chunk, HDF5Storage, storage
@@ -474,7 +474,7 @@ def open(files: Files, hints: Mapping[str, Any]) -> Reader | None:
             reader.beside = (index,)
         return reader
 
-    return open_kind(files, checkpoint_files.HDF5, make)
+    return open_kind(files, file_choice.HDF5, make)
 
 
 def _is_there(files: Files, name: str) -> bool:

@@ -10,8 +10,8 @@ import json
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from unickpt.backends._files import checkpoint_files
-from unickpt.backends._files.checkpoint_files import open_kind
+from unickpt.backends._files import file_choice
+from unickpt.backends._files.file_choice import open_kind
 from unickpt.backends._files.headers import Cursor, size_of
 from unickpt.backends._files.tree_tables import table_of_tree
 from unickpt.backends.numpy.npz import MAGIC, MOST_HEADER, parsed
@@ -35,7 +35,7 @@ def open(files: Files, hints: Mapping[str, Any]) -> Reader | None:
     if files.single is not None:
         with reading(files.location):
             return _open(files, files.single)
-    return open_kind(files, checkpoint_files.EQUINOX, lambda chosen: _open(files, chosen.names[0]))
+    return open_kind(files, file_choice.EQUINOX, lambda chosen: _open(files, chosen.names[0]))
 
 
 class EquinoxReader(RangeReader):

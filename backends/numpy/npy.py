@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from unickpt.backends._files import checkpoint_files
-from unickpt.backends._files.checkpoint_files import open_kind
+from unickpt.backends._files import file_choice
+from unickpt.backends._files.file_choice import open_kind
 from unickpt.backends.numpy.npz import MOST_HEADER, parsed
 from unickpt.extend import ArrayTable, Files, RangeReader, Reader, name_component
 
@@ -24,7 +24,7 @@ def open(files: Files, hints: Mapping[str, Any]) -> Reader | None:
         StorageError: the storage failed.
     """
 
-    return open_kind(files, checkpoint_files.NPY, lambda chosen: NpyReader(files, chosen.names[0]))
+    return open_kind(files, file_choice.NPY, lambda chosen: NpyReader(files, chosen.names[0]))
 
 
 class NpyReader(RangeReader):

@@ -14,8 +14,8 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from unickpt.backends._files import checkpoint_files
-from unickpt.backends._files.checkpoint_files import open_kind
+from unickpt.backends._files import file_choice
+from unickpt.backends._files.file_choice import open_kind
 from unickpt.backends._files.flat_names import (
     can_nest,
     flat_names,
@@ -97,7 +97,7 @@ def open(files: Files, hints: Mapping[str, Any]) -> Reader | None:
         UnsupportedFormat: there are several, or an array's dtype is one that unickpt lacks.
         StorageError: the storage failed.
     """
-    return open_kind(files, checkpoint_files.NPZ, lambda chosen: NpzReader(files, chosen.names[0]))
+    return open_kind(files, file_choice.NPZ, lambda chosen: NpzReader(files, chosen.names[0]))
 
 
 class NpzReader(RangeReader):

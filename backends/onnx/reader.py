@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from unickpt.backends._files import checkpoint_files
-from unickpt.backends._files.checkpoint_files import FoundFiles, open_kind
+from unickpt.backends._files import file_choice
 from unickpt.backends._files.elements import InMemoryElements, Nibbles, Unreadable
+from unickpt.backends._files.file_choice import FoundFiles, open_kind
 from unickpt.backends._files.headers import MOST_RANK, Cursor, size_of, sizes
 from unickpt.errors import CheckpointCorrupt
 from unickpt.extend import (
@@ -66,7 +66,7 @@ def open(files: Files, hints: Mapping[str, Any]) -> Reader | None:
         table = model.table
         return OnnxReader(files, table.index(), table.boxes) if model.has_graph else None
 
-    return open_kind(files, checkpoint_files.ONNX, make)
+    return open_kind(files, file_choice.ONNX, make)
 
 
 class OnnxReader(RangeReader):

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import tensorstore as ts
 
-from unickpt.backends._files.checkpoint_files import is_flax
+from unickpt.backends._files.file_choice import is_flax
 from unickpt.backends.orbax import aggregate, metadata, zarr
 from unickpt.backends.orbax.metadata import NamedTuple, Stored
 from unickpt.backends.orbax.zarr import InDatabase, InFolders, Store, ZarrArray

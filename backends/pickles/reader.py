@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from unickpt.backends._files import checkpoint_files, known_objects
-from unickpt.backends._files.checkpoint_files import FoundFiles, open_kind
+from unickpt.backends._files import file_choice, known_objects
+from unickpt.backends._files.file_choice import FoundFiles, open_kind
 from unickpt.backends._files.pickles import Global, PickledObject
 from unickpt.backends._files.torch_files import TorchFilesReader
 from unickpt.backends._files.torch_pickles import TorchFile
@@ -33,7 +33,7 @@ def open(files: Files, hints: Mapping[str, Any]) -> Reader | None:
         _check_no_object(files, file)
         return TorchFilesReader.of_files(files, {"": file}, "pickle")
 
-    return open_kind(files, checkpoint_files.PICKLE, make)
+    return open_kind(files, file_choice.PICKLE, make)
 
 
 def _check_no_object(files: Files, file: TorchFile) -> None:

@@ -12,8 +12,8 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from unickpt.backends._files import checkpoint_files
-from unickpt.backends._files.checkpoint_files import FoundFiles, open_kind, weight_map
+from unickpt.backends._files import file_choice
+from unickpt.backends._files.file_choice import FoundFiles, open_kind, weight_map
 from unickpt.backends._files.flat_names import SEPARATOR, can_nest, nested_name
 from unickpt.backends._files.safetensors_headers import SHARDING, SafetensorsHeader, read_header
 from unickpt.errors import CoverageError
@@ -54,7 +54,7 @@ def open(files: Files, hints: Mapping[str, Any]) -> Reader | None:
         headers = {name: read_header(files, name) for name in names}
         return SafetensorsReader(files, headers, where)
 
-    return open_kind(files, checkpoint_files.SAFETENSORS, make)
+    return open_kind(files, file_choice.SAFETENSORS, make)
 
 
 def _check_complete(files: Files, names: Collection[str]) -> None:

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from unickpt.backends._files import checkpoint_files
-from unickpt.backends._files.checkpoint_files import FoundFiles, first_member, open_kind, weight_map
+from unickpt.backends._files import file_choice
+from unickpt.backends._files.file_choice import FoundFiles, first_member, open_kind, weight_map
 from unickpt.backends._files.torch_files import TorchFilesReader
 from unickpt.backends._files.torch_pickles import TorchFile
 from unickpt.backends._files.torch_tensors import Tensor
@@ -33,10 +33,10 @@ def open(files: Files, hints: Mapping[str, Any]) -> Reader | None:
     def make(selection: FoundFiles) -> Reader:
         if selection.index is None:
             return _open_single(files, selection.names[0])
-        where = weight_map(files, selection.index, checkpoint_files.TORCH.suffixes)
+        where = weight_map(files, selection.index, file_choice.TORCH.suffixes)
         return _open_sharded(files, where, selection.index)
 
-    return open_kind(files, checkpoint_files.TORCH, make)
+    return open_kind(files, file_choice.TORCH, make)
 
 
 # --- which files ----------------------------------------------------------------------------

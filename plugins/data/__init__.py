@@ -14,8 +14,8 @@ loaders of your own: a value of `PerProcess` that a loading process reads only i
 
 from unickpt.extend import Sections
 from unickpt.plugins.data.buffer import Buffer
-from unickpt.plugins.data.positions import Positions
 from unickpt.plugins.data.ranks import Ranks
+from unickpt.plugins.data.remaining_samples import Positions
 from unickpt.plugins.data.samples import Samples
 from unickpt.plugins.data.shards import Shards
 

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from unickpt.errors import LoadMismatch
-from unickpt.plugins.data.positions import Positions
 from unickpt.plugins.data.ranks import Ranks
+from unickpt.plugins.data.remaining_samples import Positions
 from unickpt.plugins.data.resuming import Resumable, Saved
 
 _NONE = object()

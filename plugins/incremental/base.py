@@ -43,8 +43,8 @@ from unickpt.extend import (
 from unickpt.plugins.incremental import patches
 from unickpt.plugins.incremental.candidates import Candidate, Candidates
 from unickpt.plugins.incremental.chains import KnownChunk, most_of_patch, read_parent
+from unickpt.plugins.incremental.full_rewrites import Growth
 from unickpt.plugins.incremental.linked_files import LinkedFiles
-from unickpt.plugins.incremental.rewrite_cost import Growth
 from unickpt.plugins.incremental.shares import Chunk, ValueSource
 from unickpt.plugins.incremental.siblings import Share, Siblings
 from unickpt.plugins.incremental.spans import Span, Spans

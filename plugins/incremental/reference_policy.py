@@ -20,7 +20,7 @@ from unickpt.extend import (
 )
 from unickpt.plugins.incremental import unchanged
 from unickpt.plugins.incremental.base import FAULTY, How, open_base
-from unickpt.plugins.incremental.rewrite_cost import Growth
+from unickpt.plugins.incremental.full_rewrites import Growth
 from unickpt.plugins.incremental.source import BaseChunks
 from unickpt.plugins.incremental.unchanged import Changed, SeenState, UnchangedArrays
 

@@ -13,7 +13,7 @@ from support.file_writers import safetensors, torch_zip
 
 import unickpt
 from unickpt import CheckpointCorrupt, CheckpointNotFound
-from unickpt.backends._files.checkpoint_files import SeveralCheckpoints
+from unickpt.backends._files.file_choice import SeveralCheckpoints
 from unickpt.errors import UnsupportedFormat
 
 

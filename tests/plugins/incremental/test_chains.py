@@ -29,7 +29,7 @@ from unickpt import (
 )
 from unickpt.format import chunk_grid
 from unickpt.plugins.incremental import chains, patches
-from unickpt.plugins.incremental.rewrite_cost import Growth
+from unickpt.plugins.incremental.full_rewrites import Growth
 from unickpt.storage import paths
 from unickpt.tools import copying
 from unickpt.types import Box, LocalFragments

@@ -14,7 +14,7 @@ from unickpt.commit.merge import MergePolicies, merge_all
 from unickpt.commit.messages import CHUNK_DTYPE, Record
 from unickpt.errors import CheckpointCorrupt, CoverageError, PluginError, UnsupportedFormat
 from unickpt.format.index import Index
-from unickpt.plugins.incremental.rewrite_cost import Growth
+from unickpt.plugins.incremental.full_rewrites import Growth
 
 
 def patched(folder: Path) -> Path:
