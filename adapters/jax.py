@@ -24,6 +24,7 @@ from unickpt.arrays.memory_region import MemoryRegion
 from unickpt.errors import UnsupportedLeaf
 from unickpt.frameworks.adapter_protocol import (
     ArraySource,
+    DeviceMemory,
     Fence,
     Fragment,
     Gatherer,
@@ -333,6 +334,7 @@ class JaxTarget:
         self._index, self.boxes, self.processes = _places(self.sharding, shape)
 
     span: tuple[int, int] | None = None  # new arrays
+    device_memory: DeviceMemory | None = None  # JAX copies them itself, and keeps them meanwhile
 
     @property
     def layout(self) -> Layout | None:

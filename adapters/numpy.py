@@ -15,7 +15,14 @@ from unickpt.arrays.dtypes import Array
 from unickpt.arrays.layout import Layout
 from unickpt.arrays.memory_region import MemoryRegion
 from unickpt.arrays.strided_copy import may_overlap
-from unickpt.frameworks.adapter_protocol import ArraySource, Fence, Memory, Read, whole_source
+from unickpt.frameworks.adapter_protocol import (
+    ArraySource,
+    DeviceMemory,
+    Fence,
+    Memory,
+    Read,
+    whole_source,
+)
 from unickpt.frameworks.process_group import Group
 from unickpt.trees.tree import Expansion
 
@@ -102,6 +109,7 @@ class NumpyTarget:
     abstract = False
     processes = 1
     prng: str | None = None
+    device_memory: DeviceMemory | None = None
     layout: Layout | None = None
 
     def __init__(self, leaf: Any, array: Array) -> None:

@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import nullcontext
-from functools import lru_cache
+from functools import lru_cache, partial
 from operator import attrgetter
 from typing import Any
 
@@ -17,6 +17,7 @@ import torch
 from unickpt import doors
 from unickpt.adapters import torch_digests
 from unickpt.adapters.torch_cuda import (
+    CudaUploader,
     FlatTensors,
     buffer_for_cuda,
     pinned,
@@ -55,6 +56,7 @@ from unickpt.errors import StateChanged
 from unickpt.frameworks.adapter_protocol import (
     ArraySource,
     ArrayTarget,
+    DeviceMemory,
     Fence,
     Fragment,
     Gatherer,
@@ -376,6 +378,12 @@ class TorchTarget:
         self.span = None if self.abstract or not local.numel() else _ends(tensor_memory.where)
         self._filled: Any = None if self.abstract else leaf
         self._inspect(tensor_memory)
+        self.device_memory: DeviceMemory | None = None
+        if not tensor_memory.on_host:
+            device = torch.device(self._kind) if self.abstract else local.device
+            if device.type == "cuda" or (local.is_cuda and not self.abstract):
+                uploader = partial(CudaUploader, device)
+                self.device_memory = DeviceMemory(device, uploader, self._destination)
 
     def regions(self) -> Sequence[MemoryRegion]:
         if self.span is None:
@@ -388,20 +396,31 @@ class TorchTarget:
     def _materialise(self) -> None:
         if self._filled is not None:
             return
-        sharded = is_dtensor(self.leaf)
-        kind = self.leaf.device_mesh.device_type if sharded else getattr(self.leaf, "kind", "cpu")
-        self._local = self._filled = torch.empty_like(self._local, device=kind)
-        if sharded:
+        self._local = self._filled = torch.empty_like(self._local, device=self._kind)
+        if is_dtensor(self.leaf):
             # Like `DTensor.from_local`, which would lose the order of the shards.
             make = type(self.leaf.detach())
             self._filled = make(self._local, self.leaf._spec, requires_grad=False)
         self._inspect(_TensorMemory(self._local))
 
+    @property
+    def _kind(self) -> Any:
+        """The kind of device on which an abstract tensor is materialised."""
+        if is_dtensor(self.leaf):
+            return self.leaf.device_mesh.device_type
+        return getattr(self.leaf, "kind", "cpu")
+
+    def _destination(self, position: int, box: Box) -> torch.Tensor:
+        """The memory of a part of a box."""
+        self._materialise()
+        return self._local[box.relative_to(self.boxes[position].start).slices]
+
     def _inspect(self, tensor_memory: _TensorMemory) -> None:
         """Queries torch about the memory, before threads read: each query releases the GIL, which
         threads compete for."""
         self._local = local = tensor_memory.tensor
-        self._in_place = tensor_memory.as_is and local.is_contiguous()
+        self._in_place = tensor_memory.as_is
+        self._is_contiguous = local.is_contiguous()
         self._is_inference = local.is_inference()
         self._has_version = self._filled is not None and not self._filled.is_inference()
 
@@ -409,7 +428,7 @@ class TorchTarget:
         self._materialise()
         shape = self.boxes[position].shape
         if self._in_place:
-            return _as_numpy(self._local, shape)
+            return _as_numpy(self._local, shape if self._is_contiguous else None)
         if self._local.is_cuda:
             return buffer_for_cuda(shape, self.dtype)
         return np.empty(shape, self.dtype)

@@ -6,10 +6,11 @@ import itertools
 import logging
 import math
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import cache, partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -54,6 +55,116 @@ def buffer_for_cuda(shape: tuple[int, ...], dtype: DType) -> Array:
     if nbytes not in _PINNED_BYTES:
         return np.empty(shape, dtype)
     return pinned(nbytes).view(dtype).reshape(shape)
+
+
+# Smaller tensors are copied together, to new memory of the device, and from there to their own.
+_JOINED_BYTES = 1 << 20
+_ALIGNMENT = 64
+_COPIES = 2
+"""How many staged memories may be copied at once."""
+
+
+class _StagedTensors(NamedTuple):
+    """Tensors of one dtype whose elements lie together in staged memory, in bytes `begin:end`."""
+
+    tensors: list[torch.Tensor]
+    begin: int
+    end: int
+    is_joined: bool
+
+
+class CudaUploader:
+    """An `Uploader`: copies each staged memory on a stream apart from the training's.
+
+    Arguments:
+        device: the device.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._copying: deque[tuple[Any, Array]] = deque()  # memory is kept until its event
+
+    def stage(
+        self, destinations: Sequence[torch.Tensor]
+    ) -> tuple[Sequence[Array], Callable[[], None]]:
+        kinds = [_staging_kind(tensor) for tensor in destinations]
+        begins, groups, end = dict[int, int](), list[_StagedTensors](), 0
+        for kind, numbers in _alike(kinds):
+            is_joined = not kind[0]
+            begin = end = end if is_joined else -(-end // _ALIGNMENT) * _ALIGNMENT
+            for number in numbers:
+                begins[number] = end
+                end += destinations[number].nbytes
+            tensors = [destinations[n] for n in numbers if destinations[n].nbytes]
+            if tensors:
+                groups.append(_StagedTensors(tensors, begin, end, is_joined))
+        memory = buffer_for_cuda((end,), np.dtype(np.uint8))
+        arrays = [
+            memory[begins[number] : begins[number] + tensor.nbytes]
+            .view(TO_NUMPY[tensor.dtype])
+            .reshape(tuple(tensor.shape))
+            for number, tensor in enumerate(destinations)
+        ]
+        return arrays, partial(self._start, memory, groups)
+
+    def close(self) -> None:
+        self._wait(0)
+
+    def _wait(self, most: int) -> None:
+        while len(self._copying) > most:
+            self._copying[0][0].synchronize()
+            self._copying.popleft()
+
+    def _start(self, memory: Array, groups: Sequence[_StagedTensors]) -> None:
+        copied: Any = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        with stream_after_training(self._device)():
+            try:
+                self._copy(torch.from_numpy(memory), groups)
+            finally:
+                copied.record(torch.cuda.current_stream())
+                self._copying.append((copied, memory))
+        self._wait(_COPIES)
+
+    def _copy(self, memory: torch.Tensor, groups: Sequence[_StagedTensors]) -> None:
+        nbytes = max((group.end for group in groups if group.is_joined), default=0)
+        joined = memory
+        if nbytes:
+            with suppress(torch.OutOfMemoryError), torch.no_grad():  # then copied from the host
+                joined = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+                joined.copy_(memory[:nbytes], non_blocking=True)
+        for tensors, begin, end, is_joined in groups:
+            first = tensors[0]
+            with torch.inference_mode() if first.is_inference() else torch.no_grad():
+                flat = (joined if is_joined else memory)[begin:end].view(first.dtype)
+                parts = torch._C._nn.unflatten_dense_tensors(flat, tensors)
+                if is_joined:
+                    torch._foreach_copy_(tensors, parts)
+                else:
+                    is_lazy = first.is_conj() or first.is_neg()
+                    first.copy_(parts[0], non_blocking=not is_lazy)
+
+
+_StagingKind = tuple[bool, int, str, bool]
+
+
+def _staging_kind(tensor: torch.Tensor) -> _StagingKind:
+    """Tensors of one kind are copied together, unless its first element is true."""
+    is_lazy = tensor.is_conj() or tensor.is_neg()
+    is_alone = is_lazy or tensor.nbytes >= _JOINED_BYTES
+    return is_alone, -tensor.dtype.itemsize, str(tensor.dtype), tensor.is_inference()
+
+
+def _alike(kinds: Sequence[_StagingKind]) -> Iterator[tuple[_StagingKind, list[int]]]:
+    """The positions of each kind, by falling size of items, so that tensors that lie together begin
+    at multiples of their items' sizes; alone where they are copied alone."""
+    positions: dict[_StagingKind, list[int]] = {}
+    for position, kind in enumerate(kinds):
+        positions.setdefault(kind, []).append(position)
+    for kind in sorted(positions):
+        if kind[0]:
+            yield from ((kind, [position]) for position in positions[kind])
+        else:
+            yield kind, positions[kind]
 
 
 @cache

@@ -27,7 +27,13 @@ from unickpt.arrays.dtypes import Array
 from unickpt.arrays.layout import Layout, Mesh
 from unickpt.arrays.memory_region import MemoryRegion
 from unickpt.errors import UnsupportedLeaf
-from unickpt.frameworks.adapter_protocol import ArraySource, ArrayTarget, Fragment, StoredTree
+from unickpt.frameworks.adapter_protocol import (
+    ArraySource,
+    ArrayTarget,
+    DeviceMemory,
+    Fragment,
+    StoredTree,
+)
 from unickpt.frameworks.leaves import placed
 from unickpt.frameworks.process_group import Group
 from unickpt.trees.tree import Expansion, Node, by_key, component, join
@@ -84,6 +90,7 @@ class ShardedTarget:
         self.boxes: Sequence[Box] = [_box(shard.metadata) for shard in shards]
         self.processes = len(_ranks(leaf))
         self.identity: Hashable = ("torch", id(leaf))
+        self.device_memory = DeviceMemory.joined(self._inner, self.boxes)
 
     @property
     def span(self) -> tuple[int, int] | None:
@@ -97,7 +104,7 @@ class ShardedTarget:
         return self._inner[position].buffer(0)
 
     def finish(self, buffers: Sequence[Array]) -> Any:
-        for inner, buffer in zip(self._inner, buffers, strict=True):
+        for inner, buffer in zip(self._inner, buffers, strict=True) if buffers else ():
             inner.finish([buffer])
         return self._leaf
 

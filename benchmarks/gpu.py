@@ -2,6 +2,8 @@
 
     python benchmarks/gpu.py                                # 4 GiB in 64 arrays, torch
     python benchmarks/gpu.py --framework jax --mib 8192 --dir /dev/shm
+    python benchmarks/gpu.py --mib 512 --arrays 8000        # small arrays, copied together
+    python benchmarks/gpu.py --mib 8192 --arrays 2          # large ones, read in parts
 
 Each turn saves a state that is on the GPU, then loads it into arrays that are there, from the page
 cache. Nothing is flushed. Round 0 warms up, is not counted, and checks the bits of what was loaded.
@@ -105,13 +107,17 @@ class TorchGpu:
         import unickpt
 
         self.torch = torch
-        width = max(1, nbytes // count // 4 // 1024)
-        self.state = {f"w{i}": torch.randn(1024, width, device="cuda") for i in range(count)}
+        width = max(1, nbytes // count // 4 // 128)
+        self.state = {f"w{i}": torch.randn(128, width, device="cuda") for i in range(count)}
         self.facts = f"{torch.cuda.get_device_name()}, torch {torch.__version__}"
         lazily, clones = in_background("lazy"), in_background("device")
 
         def unverified(path: Path, target: Any) -> Any:
             return unickpt.load(path, target, options=unickpt.LoadOptions(verify=False))
+
+        def bounded(path: Path, target: Any) -> Any:
+            options = unickpt.LoadOptions(budget_bytes=128 << 20)
+            return unickpt.load(path, target, options=options)
 
         self.contenders: dict[str, tuple[Save, Load]] = {
             "torch.save": (self.save_torch, self.load_torch),
@@ -121,6 +127,7 @@ class TorchGpu:
             "unickpt, lazy": (lazily, unickpt.load),
             "unickpt, clones": (clones, unickpt.load),
             "unickpt, not verified": (lazily, unverified),
+            "unickpt, 128 MiB of host": (lazily, bounded),
         }
 
     def target(self) -> Any:

@@ -236,6 +236,7 @@ class ChangedBoxes:
     """
 
     abstract = False
+    device_memory = None
 
     def __init__(self, target: ArrayTarget, boxes: Sequence[tuple[int, Box]]) -> None:
         self._target, self._places = target, boxes

@@ -12,6 +12,7 @@ import torch
 from support.processes import Processes
 
 import unickpt
+from unickpt import LoadOptions, SaveOptions
 
 pytestmark = [
     pytest.mark.gpu,
@@ -140,6 +141,40 @@ def test_from_torch_to_jax_and_back_on_a_gpu(tmp_path: Path) -> None:
     back = torch.zeros(513, 700, device="cuda", dtype=torch.bfloat16)
     unickpt.load(tmp_path / "jax", {"w": back})
     assert torch.equal(back, tensor)
+
+
+@pytest.mark.parametrize("budget", [None, 1 << 20, 64 << 20])
+def test_many_and_large_tensors_are_loaded_onto_a_gpu(budget: int | None, tmp_path: Path) -> None:
+    """Together, in parts, after work that the device has not done yet, into memory of any kind."""
+    kinds = [torch.float32, torch.bfloat16, torch.int8, torch.complex64, torch.float8_e4m3fn]
+    state = {
+        f"{n} {kind}": torch.full((n, 3), n % 7).to(kind) for n in range(300) for kind in kinds
+    }
+    state |= {"large": torch.randn(60_000, 1000), "turned": torch.randn(3000, 5000)}
+    unickpt.save(tmp_path / "c", state, options=SaveOptions(fsync=False))
+    like = {name: torch.ones_like(tensor, device="cuda") for name, tensor in state.items()}
+    like["turned"] = torch.ones(5000, 3000, device="cuda").T
+    like["2 torch.complex64"] = torch.ones(2, 3, dtype=torch.complex64, device="cuda").conj()
+    with torch.inference_mode():
+        like["3 torch.int8"] = torch.ones(3, 3, dtype=torch.int8, device="cuda")
+    torch.cuda._sleep(200_000_000)
+    for name in ("large", "5 torch.int8"):  # runs before the copies
+        like[name].fill_(3)
+    options = LoadOptions(budget_bytes=budget)
+    _, report = unickpt.load(tmp_path / "c", like, return_report=True, options=options)
+    assert report.read_bytes == sum(tensor.nbytes for tensor in state.values())
+    with torch.cuda.stream(torch.cuda.Stream()):
+        for name, tensor in state.items():
+            loaded = like[name].resolve_conj().cpu().contiguous()
+            assert torch.equal(loaded.view(torch.uint8), tensor.view(torch.uint8)), name
+
+
+def test_tied_tensors_are_loaded_onto_a_gpu(tmp_path: Path) -> None:
+    tied = torch.randn(2000, 1000)
+    unickpt.save(tmp_path / "c", {"a": tied, "b": tied})
+    memory = torch.zeros(2000, 1000, device="cuda")
+    unickpt.load(tmp_path / "c", {"a": memory, "b": memory.detach()})
+    assert torch.equal(memory.cpu(), tied)
 
 
 def test_tensors_of_all_sizes_are_loaded_onto_a_gpu(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -27,13 +28,20 @@ class _Stream:
 
     def __init__(self) -> None:
         self.queue: list[Callable[[], object]] = []
-        self.copies = 0
+        self.copies = self.ended = 0
         self._running = threading.RLock()
 
-    def run(self) -> None:
+    def run(self, until: int | None = None) -> None:
+        """Makes all copies, or so many of all that there ever were."""
         with self._running:  # who waits for a copy that another thread makes, waits for its end
-            while self.queue:
+            while self.queue and (until is None or self.ended < until):
                 self.queue.pop(0)()
+                self.ended += 1
+
+    def queued(self) -> int:
+        """How many copies there ever were."""
+        with self._running:
+            return self.ended + len(self.queue)
 
     def wait_event(self, event: _Event) -> None:
         event.synchronize()
@@ -44,28 +52,38 @@ class _Event:
         self._stream: _Stream | None = None
 
     def record(self, stream: _Stream) -> None:
-        self._stream = stream
+        self._stream, self._until = stream, stream.queued()
 
     def synchronize(self) -> None:
         if self._stream is not None:
-            self._stream.run()
+            self._stream.run(self._until)
 
 
 def simulate_torch(patch: pytest.MonkeyPatch) -> _Stream:
-    """Tensors on the host are on a GPU; returns the stream of the copies to the host."""
+    """Tensors on the host are on a GPU; returns the stream of the copies to the host and back."""
     stream, copy = _Stream(), torch.Tensor.copy_
 
     def copied(out: torch.Tensor, part: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
         if not non_blocking:
+            stream.run()
             return copy(out, part)
         stream.copies += 1
-        stream.queue.append(lambda: copy(out, part))
+        stream.queue.append(partial(copy_now, torch.is_inference_mode_enabled(), out, part))
         return out
+
+    def copied_on_device(outs: list[torch.Tensor], parts: list[torch.Tensor]) -> None:
+        mode = torch.is_inference_mode_enabled()
+        stream.queue += [partial(copy_now, mode, *pair) for pair in zip(outs, parts, strict=True)]
+
+    def copy_now(mode: bool, out: torch.Tensor, part: torch.Tensor) -> None:
+        with torch.no_grad(), torch.inference_mode(mode):
+            copy(out, part)
 
     def pinned(nbytes: int) -> Any:
         return np.full(nbytes, 77, np.uint8)
 
     patch.setattr(torch.Tensor, "copy_", copied)
+    patch.setattr(torch, "_foreach_copy_", copied_on_device)
     patch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
     patch.setattr(torch.cuda, "Event", _Event)
     patch.setattr(torch.cuda, "current_stream", lambda device=None: stream)

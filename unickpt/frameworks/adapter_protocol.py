@@ -139,19 +139,64 @@ class ArraySource:
         )  # fmt: skip
 
 
+class Uploader(Protocol):
+    """Copies host memory to a device, while the host goes on to read."""
+
+    def stage(self, destinations: Sequence[Any]) -> tuple[Sequence[Array], Callable[[], None]]:
+        """Host memory to fill for each destination, and a function that then starts to copy it.
+
+        The memory is kept until it is copied.
+        """
+
+    def close(self) -> None:
+        """Waits for all copies."""
+
+
+class DeviceMemory(NamedTuple):
+    """Where the boxes of a target lie on a device.
+
+    Arguments:
+        device: the key of the device.
+        uploader: makes an uploader to this device.
+        destination: the memory of a part of one of the boxes, by the position of the box, as the
+            uploader takes it.
+    """
+
+    device: Hashable
+    uploader: Callable[[], Uploader]
+    destination: Callable[[int, Box], Any]
+
+    @classmethod
+    def joined(cls, targets: Sequence[ArrayTarget], boxes: Sequence[Box]) -> DeviceMemory | None:
+        """The memory of several targets of one box, each with that of another array; None unless
+        all are on one device."""
+        memories = [target.device_memory for target in targets]
+        first = memories[0] if memories else None
+        if first is None or any(m is None or m.device != first.device for m in memories):
+            return None
+
+        def destination(position: int, box: Box) -> Any:
+            memory = memories[position]
+            assert memory is not None, "all are on a device"
+            return memory.destination(0, box.relative_to(boxes[position].start))
+
+        return cls(first.device, first.uploader, destination)
+
+
 class ArrayTarget(Protocol):
     """An adapter's description of a leaf to load into.
 
     `boxes` are the distinct, possibly overlapping boxes that this process needs. `buffer(i)`
     returns writable host memory of the shape of `boxes[i]`, the destination itself if possible.
-    `finish` takes these buffers, filled, and returns the leaf. `identity` is equal for leaves that
-    share memory, and None if loading allocates new memory; `abstract` leaves hold no data to keep;
-    `prng` is the implementation of a typed PRNG key. `processes` says over how many processes the
-    leaf is distributed, replicas included: if one of them loads it, all others probably do.
-    `span` are the addresses (begin, end) between which the memory lies that loading fills, and
-    `regions` returns that of each box; None and none if loading allocates new memory. `layout` says
-    how the processes of the framework's job hold the leaf; None if each holds it whole, or if no
-    layout describes it.
+    `finish` takes these buffers, filled, and returns the leaf; it takes none if an uploader has
+    filled `device_memory`, which is None if `finish` must copy, or nothing has to. `identity` is
+    equal for leaves that share memory, and None if loading allocates new memory; `abstract` leaves
+    hold no data to keep; `prng` is the implementation of a typed PRNG key. `processes` says over
+    how many processes the leaf is distributed, replicas included: if one of them loads it, all
+    others probably do. `span` are the addresses (begin, end) between which the memory lies that
+    loading fills, and `regions` returns that of each box; None and none if loading allocates new
+    memory. `layout` says how the processes of the framework's job hold the leaf; None if each holds
+    it whole, or if no layout describes it.
     """
 
     shape: tuple[int, ...]
@@ -161,6 +206,9 @@ class ArrayTarget(Protocol):
     identity: Hashable
     abstract: bool
     prng: str | None
+
+    @property
+    def device_memory(self) -> DeviceMemory | None: ...
 
     @property
     def layout(self) -> Layout | None: ...

@@ -19,6 +19,7 @@ from unickpt.arrays.dtypes import Array
 from unickpt.frameworks.adapter_protocol import (
     Adapter,
     ArraySource,
+    DeviceMemory,
     Fragment,
     Memory,
     Read,
@@ -448,6 +449,7 @@ class LocalTarget:
                 raise TypeError(f"the memory of fragment {box} cannot be filled in place")
         self.dtype = marked._common_dtype(inner.dtype for inner in self.inner)
         self.boxes: Sequence[Box] = tuple(box for box, _ in marked.fragments)
+        self.device_memory = DeviceMemory.joined(self.inner, self.boxes)
 
     @property
     def span(self) -> tuple[int, int] | None:
@@ -461,7 +463,7 @@ class LocalTarget:
         return self.inner[position].buffer(0)
 
     def finish(self, buffers: Sequence[Array]) -> Any:
-        for inner, buffer in zip(self.inner, buffers, strict=True):
+        for inner, buffer in zip(self.inner, buffers, strict=True) if buffers else ():
             inner.finish([buffer])
         return self.marked
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
@@ -17,17 +17,20 @@ from unickpt.errors import OutOfMemory, out_of_memory
 from unickpt.format.chunk_grid import Part
 from unickpt.format.index import ArrayEntry, nbytes_of
 from unickpt.format.reader_protocol import Reader, Request
-from unickpt.frameworks.adapter_protocol import ArrayTarget
+from unickpt.frameworks.adapter_protocol import ArrayTarget, Uploader
 from unickpt.frameworks.memory_budget import prefer_huge_pages
-from unickpt.reading.chunk_reader import TASK_BYTES, TASK_CHUNKS, ChunkReader, mismatch
+from unickpt.reading.chunk_reader import TASK_BYTES, TASK_CHUNKS, ChunkReader, Task, mismatch
 from unickpt.reading.load_options import LoadOptions
 from unickpt.reading.read_plan import Consumer, Planner, TargetBox, consumers_of
 from unickpt.reading.recipes import Recipe, Unchanged
+from unickpt.reading.staging import STAGED_ARRAYS, STAGED_BYTES, StagedTarget, pieces_of, stage
 from unickpt.reading.targets import NewTarget, put
 from unickpt.storage.local_files import files_kept_open
 from unickpt.threads import Window, in_batches
 
 if TYPE_CHECKING:
+    from concurrent.futures import Future
+
     from unickpt.progress import ProgressFunction
 
 _NBYTES, _OUT = attrgetter("nbytes"), attrgetter("out")
@@ -70,6 +73,34 @@ class Job:
             box.size * target.dtype.itemsize for target in self.targets.values()
             for box in target.boxes
         )  # fmt: skip
+
+    def staged(self, most_bytes: int) -> Iterator[Job]:
+        """The same reads, into memory from which devices copy.
+
+        Arguments:
+            most_bytes: a larger array is read in parts, if they do not share chunks.
+        """
+        targets = {
+            name: target if target.device_memory is None else StagedTarget(target, target.boxes)
+            for name, target in self.targets.items()
+        }
+        source = self._only_source()
+        if source is None or self.nbytes <= most_bytes:
+            yield Job(targets, self._recipes, self.entry)
+            return
+        ((name, target),) = self.targets.items()
+        for piece in pieces_of(source, target.boxes[0], most_bytes):
+            yield Job({name: StagedTarget(target, (piece,))}, self._recipes, self.entry)
+
+    def _only_source(self) -> ArrayEntry | None:
+        """The stored array that its only target, of one box, takes unchanged; else None."""
+        if len(self.targets) > 1 or any(len(t.boxes) != 1 for t in self.targets.values()):
+            return None
+        ((_, recipe),) = self.recipes.items()
+        source = recipe.sources[0] if len(recipe.sources) == 1 else None
+        if source is None or recipe.fills or recipe.function or not source.is_identity:
+            return None
+        return source.entry
 
     @property
     def processes(self) -> int:
@@ -121,12 +152,13 @@ def read_arrays(
     filled = filled or Filled(jobs)
     stored = _checking(stored, jobs) if options.verify and reader is None else stored
     done: dict[str, Any] = {}
-    whole, other_jobs = _whole_arrays(jobs)
+    whole, other_jobs, on_devices = _whole_arrays(jobs)
     nbytes = sum(map(_NBYTES, whole))
     is_small = len(whole) <= TASK_CHUNKS and nbytes <= TASK_BYTES
     try:
         # Starting a thread for one piece of work takes as long as reading a megabyte.
-        if whole and not other_jobs and reader is None and (is_small or len(whole) == 1):
+        is_alone = not (other_jobs or on_devices) and reader is None
+        if whole and is_alone and (is_small or len(whole) == 1):
             batch = _ReadBatch(stored, whole, options.verify)
             with files_kept_open():
                 for index in stored.read(batch.requests) if batch.requests else ():
@@ -134,16 +166,20 @@ def read_arrays(
             filled.counts.read_sizes.append(sum(map(_NBYTES, map(_OUT, batch.requests))))
             batch.finish(filled, done)
             whole, nbytes, other_jobs = [], 0, batch.other_jobs
-        if whole or other_jobs:
+        if whole or other_jobs or on_devices:
             sizes = filled.counts.read_sizes
             own_reader = (
                 nullcontext(reader) if reader else closing(ChunkReader(stored, sizes=sizes))
             )
             with own_reader as chunk_reader:
                 if reader is None:
-                    chunk_reader.expect(nbytes + sum(map(_NBYTES, other_jobs)))
-                planner, window = Planner(stored, options.verify), Window(options.working_bytes)
-                _Reads(stored, chunk_reader, planner, window, filled, done).run(whole, other_jobs)
+                    chunk_reader.expect(nbytes + sum(map(_NBYTES, other_jobs + on_devices)))
+                budget = options.working_bytes
+                planner, window = Planner(stored, options.verify), Window(budget)
+                reads = _Reads(stored, chunk_reader, planner, window, filled, done)
+                reads.run(whole, other_jobs)
+                if on_devices:
+                    reads.run_on_devices(on_devices, min(STAGED_BYTES, max(1, budget // 2)))
     except MemoryError as error:
         raise out_of_memory(f"reading {stored.location}", error) from error
     return done
@@ -298,6 +334,73 @@ class _Reads:
             self._start(job)
         self.window.drain()
 
+    def run_on_devices(self, jobs: Sequence[Job], most_bytes: int) -> None:
+        """Reads arrays of devices, which copy what was read while more is read.
+
+        Arguments:
+            jobs: with a target on a device.
+            most_bytes: to copy at once, unless a single chunk is larger.
+        """
+        uploaders, buffers = dict[Hashable, Uploader](), dict[str, list[Array]]()
+        staged_jobs = chain.from_iterable(job.staged(most_bytes) for job in jobs)
+        try:
+            for batch in in_batches(staged_jobs, STAGED_ARRAYS, most_bytes, _NBYTES):
+                self._start_staged(batch, uploaders, buffers)
+            self.window.drain()
+        finally:  # also after an error, copies use the memory
+            for uploader in uploaders.values():
+                uploader.close()
+        for job in jobs:
+            job.finish({name: buffers.get(name, []) for name in job.targets}, self.done)
+
+    def _start_staged(
+        self,
+        jobs: Sequence[Job],
+        uploaders: dict[Hashable, Uploader],
+        buffers: dict[str, list[Array]],
+    ) -> None:
+        """As `_start`, for jobs whose memory is copied to devices together.
+
+        Arguments:
+            jobs: the jobs.
+            uploaders: by device.
+            buffers: gets the memory of targets in host memory.
+        """
+        nbytes = sum(map(_NBYTES, jobs))
+        self.window.make_room(nbytes)
+        try:
+            starts = stage(chain.from_iterable(map(_apart, jobs)), uploaders)
+        except MemoryError as error:
+            raise OutOfMemory(
+                f"{self.stored.location}: no memory to read array {next(iter(jobs[0].targets))!r} "
+                f"and others: {error}"
+            ) from None
+        whole, other_jobs, _ = _whole_arrays(jobs)
+        requests: list[Future[None]] = []
+        for arrays in in_batches(whole, TASK_CHUNKS, self.reader.task_bytes, _NBYTES):
+            batch = _ReadBatch(self.stored, arrays, self.planner.verify)
+            requests.append(self.reader.submit_requests(batch.requests))
+        tasks: dict[Task, None] = {}
+        for job in other_jobs:
+            job_buffers, consumers = prepare(self.stored, job, self.planner.verify)
+            tasks |= dict.fromkeys(map(self.reader.submit, self.planner.reads(consumers)))
+            buffers |= {
+                name: job_buffers[name]
+                for name, target in job.targets.items()
+                if not isinstance(target, StagedTarget)
+            }
+
+        def finish() -> None:
+            for request in requests:
+                request.result()
+            for task in tasks:
+                self.reader.wait(task)
+            for start in starts:
+                start()
+            self.filled.whole(jobs, nbytes)
+
+        self.window.add(nbytes, finish)
+
     def _start(self, job: Job) -> None:
         """Starts to read an array when there is room; the window waits for it and finishes the
         leaf."""
@@ -415,25 +518,40 @@ def read_made(
     return array
 
 
-def _whole_arrays(jobs: Sequence[Job]) -> tuple[list[_WholeArray], list[Job]]:
-    """The arrays that are read whole and are one chunk; and the other jobs.
+def _apart(job: Job) -> Iterable[StagedTarget]:
+    """The targets of a job on devices; of those that share memory, the first."""
+    first: dict[Hashable, StagedTarget] = {}
+    for target in job.targets.values():
+        if isinstance(target, StagedTarget):
+            first.setdefault(target if target.identity is None else target.identity, target)
+    return first.values()
+
+
+def _whole_arrays(jobs: Sequence[Job]) -> tuple[list[_WholeArray], list[Job], list[Job]]:
+    """The arrays that are read whole and are one chunk; the other jobs; those of devices.
 
     A model may have 100,000 small arrays. The cost of reading one is then Python's work per chunk,
     not its bytes; so each needs only a `Request`.
     """
     whole: list[_WholeArray] = []
     other_jobs: list[Job] = []
+    on_devices: list[Job] = []
     for job in jobs:
-        entry = job.entry
-        if entry is not None and len(job.targets) == 1 and _is_one_chunk(entry):
-            ((name, target),) = job.targets.items()
-            if (target.dtype, tuple(target.boxes)) == _kind(entry.shape, entry.dtype):
-                nbytes = nbytes_of(entry.shape, entry.dtype)
-                whole.append(_WholeArray(job, name, target, entry, nbytes))
-                continue
-        other_jobs.append(job)
+        for target in job.targets.values():
+            if target.device_memory is not None:
+                on_devices.append(job)
+                break
+        else:
+            entry = job.entry
+            if entry is not None and len(job.targets) == 1 and _is_one_chunk(entry):
+                ((name, target),) = job.targets.items()
+                if (target.dtype, tuple(target.boxes)) == _kind(entry.shape, entry.dtype):
+                    nbytes = nbytes_of(entry.shape, entry.dtype)
+                    whole.append(_WholeArray(job, name, target, entry, nbytes))
+                    continue
+            other_jobs.append(job)
     whole.sort(key=attrgetter("entry.name"))  # as in the database: neighbours are in one file
-    return whole, other_jobs
+    return whole, other_jobs, on_devices
 
 
 @lru_cache(maxsize=4096)

@@ -12,7 +12,7 @@ from unickpt.arrays.box import Box
 from unickpt.arrays.dtypes import Array
 from unickpt.errors import LoadMismatch
 from unickpt.format.index import ArrayEntry
-from unickpt.frameworks.adapter_protocol import ArrayTarget
+from unickpt.frameworks.adapter_protocol import ArrayTarget, DeviceMemory
 
 if TYPE_CHECKING:
     from unickpt.arrays.layout import Layout
@@ -32,6 +32,7 @@ class NewTarget:
     abstract = False
     processes = 1
     prng: str | None = None
+    device_memory: DeviceMemory | None = None
     layout: Layout | None = None
     span: tuple[int, int] | None = None
 
