@@ -23,7 +23,7 @@ from unickpt.arrays.dtypes import Array
 from unickpt.arrays.layout import Layout, Mesh
 from unickpt.errors import ProcessFailed, SaveTimeout
 from unickpt.frameworks.members import Members, named
-from unickpt.frameworks.node_memory import node_name
+from unickpt.frameworks.memory_limits import node_name
 from unickpt.frameworks.process_group import (
     DECIDE,
     LOAD,

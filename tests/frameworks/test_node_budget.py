@@ -12,7 +12,7 @@ from support.processes import Processes
 from unickpt import LoadOptions, ProcessGroup, SaveOptions
 from unickpt.frameworks import memory_budget
 from unickpt.frameworks.memory_budget import MemoryBudget, share
-from unickpt.frameworks.node_memory import node_memory
+from unickpt.frameworks.memory_limits import node_memory
 from unickpt.frameworks.process_group import NodeCount, launched_on_node
 
 GIB = 1 << 30

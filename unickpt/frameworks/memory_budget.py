@@ -20,7 +20,7 @@ from unickpt.arrays.box import Box
 from unickpt.arrays.dtypes import Array, DType
 from unickpt.frameworks.adapter_protocol import Fragment
 from unickpt.frameworks.leaves import adapters
-from unickpt.frameworks.node_memory import node_memory
+from unickpt.frameworks.memory_limits import node_memory
 from unickpt.frameworks.process_group import (
     Group,
     group_named,

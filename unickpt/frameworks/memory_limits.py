@@ -1,4 +1,4 @@
-"""The memory of this node: the machine's, or the limit of a container; and the node's name."""
+"""How much memory there is: the limit of the machine or container, what is free, and their name."""
 
 from __future__ import annotations
 
