@@ -317,7 +317,7 @@ class SharedRead:
                     consumers += self._consumers(chunk)
                 pieces = [piece for consumer in consumers for piece in consumer.pieces(chunk.box)]
                 if pieces:
-                    begun.tasks.add(self._reader.submit(self._read_of(chunk, pieces)))
+                    begun.tasks.update(self._reader.submit(self._read_of(chunk, pieces)))
 
     def _read_of(self, chunk: SharedChunk, pieces: Sequence[Any]) -> ChunkRead:
         table = self._stored.digests_of(chunk.entry.name) if self._verify else None

@@ -383,7 +383,8 @@ class _Reads:
         tasks: dict[Task, None] = {}
         for job in other_jobs:
             job_buffers, consumers = prepare(self.stored, job, self.planner.verify)
-            tasks |= dict.fromkeys(map(self.reader.submit, self.planner.reads(consumers)))
+            submitted = map(self.reader.submit, self.planner.reads(consumers))
+            tasks |= dict.fromkeys(chain.from_iterable(submitted))
             buffers |= {
                 name: job_buffers[name]
                 for name, target in job.targets.items()
@@ -408,7 +409,8 @@ class _Reads:
         self.window.make_room(nbytes)
         buffers, consumers = prepare(self.stored, job, self.planner.verify)
         # Each once, in reading order: progress is reported as they end.
-        pending = dict.fromkeys(map(self.reader.submit, self.planner.reads(consumers)))
+        submitted = map(self.reader.submit, self.planner.reads(consumers))
+        pending = dict.fromkeys(chain.from_iterable(submitted))
 
         def finish() -> None:
             for ended, task in enumerate(pending, 1):

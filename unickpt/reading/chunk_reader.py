@@ -80,14 +80,19 @@ class ChunkReader:
             task_bytes = nbytes // (_TASKS_PER_THREAD * _local_threads())
             self.task_bytes = min(max(task_bytes, TASK_BYTES), _MOST_TASK_BYTES)
 
-    def submit(self, read: ChunkRead) -> Task:
-        """Adds a chunk to a task, which starts once it is large enough for a thread."""
-        task = self._task
-        task.reads.append(read)
-        task.nbytes += read.box.size * dtypes.from_name(read.entry.dtype).itemsize
-        if task.nbytes >= self.task_bytes or len(task.reads) == TASK_CHUNKS:
-            self._flush()
-        return task
+    def submit(self, read: ChunkRead) -> list[Task]:
+        """Adds a chunk to tasks, which start once they are large enough for a thread: to one, but
+        for parts that are read alone."""
+        tasks: list[Task] = []
+        narrows = read.pieces and self._stored.reads_boxes(read.entry)
+        for part in narrowed(read) if narrows else (read,):
+            task = self._task
+            tasks.append(task)
+            task.reads.append(part)
+            task.nbytes += part.box.size * dtypes.from_name(part.entry.dtype).itemsize
+            if task.nbytes >= self.task_bytes or len(task.reads) == TASK_CHUNKS:
+                self._flush()
+        return tasks
 
     def submit_requests(self, requests: Sequence[Request]) -> Future[None]:
         """Reads chunks on a thread."""
@@ -118,8 +123,6 @@ class ChunkReader:
         indirect: list[ChunkRead] = []
         requests: list[Request] = []
         for read in reads:
-            if self._stored.reads_boxes(read.entry):
-                read = narrowed(read)
             destination = _direct(read)
             if destination is None:
                 indirect.append(read)

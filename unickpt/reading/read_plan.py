@@ -183,19 +183,34 @@ def _plan(parts: Sequence[Part], consumers: Sequence[Consumer]) -> Iterator[_Pla
         first += part.count
 
 
-def narrowed(read: ChunkRead) -> ChunkRead:
-    """A read of no more of the chunk than its pieces need."""
-    bounds = [piece.copy.bounds for piece in read.pieces]
+_WORTH_A_READ = 256 << 10  # bytes: reading, or copying, them takes longer than one more read
+
+
+def narrowed(read: ChunkRead) -> Iterator[ChunkRead]:
+    """Reads of no more of the chunk than its pieces need: of the box around all of them, or of each
+    if they are large or far apart; then they may be read into their destinations."""
+    around = _around(read, read.pieces)
+    if around.nbytes >= _WORTH_A_READ * len(read.pieces) > _WORTH_A_READ:
+        parts = [_around(read, [piece]) for piece in read.pieces]
+        if sum(part.nbytes for part in parts) <= around.nbytes:
+            yield from parts
+            return
+    yield around
+
+
+def _around(read: ChunkRead, pieces: Sequence[Piece]) -> ChunkRead:
+    """A read of the box around some pieces of a chunk."""
+    bounds = [piece.copy.bounds for piece in pieces]
     low = tuple(map(min, zip(*(start for start, _ in bounds), strict=True)))
     high = tuple(map(max, zip(*(stop for _, stop in bounds), strict=True)))
     box = Box(tuple(map(add, read.box.start, low)), tuple(map(add, read.box.start, high)))
     if box == read.box:
-        return read
-    pieces = [
+        return read if pieces is read.pieces else replace(read, pieces=pieces)
+    moved = [
         piece._replace(copy=piece.copy._replace(source=tuple(map(sub, piece.copy.source, low))))
-        for piece in read.pieces
+        for piece in pieces
     ]
-    return replace(read, box=box, pieces=pieces)
+    return replace(read, box=box, pieces=moved)
 
 
 def by_chunk(part: Part, consumers: Iterable[Consumer]) -> dict[int, list[int]]:

@@ -258,7 +258,7 @@ def _chunks(reads: Iterator[ChunkRead], checker: _Checker) -> Iterator[Checked]:
     """Checks each chunk, in order; some tasks run ahead."""
     running: deque[Task] = deque()
     for read in reads:
-        task = checker.submit(read)
+        (task,) = checker.submit(read)
         if not running or running[-1] is not task:
             running.append(task)
         if len(running) > _TASKS_AHEAD:

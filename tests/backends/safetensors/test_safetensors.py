@@ -22,6 +22,7 @@ from unickpt.backends.safetensors import reader as safetensors
 from unickpt.errors import UnsupportedFormat
 from unickpt.storage import paths
 from unickpt.storage.paths import resolve
+from unickpt.types import Box, LocalFragments
 
 CASES = ["hf-sharded", "hf-single", "st-dtypes", "dcp-hf-sharded", "dcp-hf-consolidated"]
 NAMES = {"float32": "F32", "float64": "F64", "int64": "I64", "bool": "BOOL"}
@@ -54,6 +55,24 @@ def folder(path: Path, **files: bytes) -> Path:
     for name, data in files.items():
         (path / f"{name}.safetensors").write_bytes(data)
     return path
+
+
+@pytest.mark.parametrize(
+    ("rows", "second", "read_rows"),
+    [(512, 2048, 1024), (512, 520, 1024), (9, 600, 18), (9, 99, 108)],
+)
+def test_parts_of_an_array_are_read_without_what_is_between_unless_that_is_little(
+    tmp_path: Path, rows: int, second: int, read_rows: int
+) -> None:
+    data = np.random.default_rng(3).random((4096, 256), np.float32)
+    path = folder(tmp_path / "c", model=encoded({"w": data}))
+    boxes = [Box((first, 0), (first + rows, 256)) for first in (0, second)]
+    parts = [(box, np.zeros(box.shape, np.float32)) for box in boxes]
+    like = {"w": LocalFragments(data.shape, parts)}
+    _, report = unickpt.load(path, like, return_report=True)
+    for box, filled in parts:
+        assert filled.tobytes() == data[box.slices].tobytes()
+    assert report.read_bytes == read_rows * data[0].nbytes
 
 
 @pytest.mark.parametrize("case", CASES)
