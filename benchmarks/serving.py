@@ -79,25 +79,27 @@ class Engine:
         )  # fmt: skip
         self.config = arguments.create_engine_config()
 
-    def load(self) -> tuple[float, int, int, dict[str, str]]:
-        """Loads; the seconds, the bytes that were read and written, and digests of parameters."""
+    def load(self) -> tuple[float, float, int, int, dict[str, str]]:
+        """Loads; the seconds, those of all cores, the bytes that were read and written, and digests
+        of parameters."""
         from vllm.config import set_current_vllm_config
         from vllm.model_executor.model_loader import get_model_loader
         from vllm.utils.torch_utils import set_default_torch_dtype
 
         loader, model_config = get_model_loader(self.config.load_config), self.config.model_config
-        self.config.compilation_config.static_forward_context.clear()  # of the model before
         with set_current_vllm_config(self.config), set_default_torch_dtype(model_config.dtype):
             model = loader.create_model(vllm_config=self.config, model_config=model_config)
-            before, began = io_bytes(), time.perf_counter()
+            before, began, cpu = io_bytes(), time.perf_counter(), time.process_time()
             loader.load_weights(model, model_config)
-            seconds, after = time.perf_counter() - began, io_bytes()
+            seconds, cpu = time.perf_counter() - began, time.process_time() - cpu
+            after = io_bytes()
         digests = {
             name: hashlib.sha256(parameter.detach().view(torch.uint8).numpy()).hexdigest()
             for name, parameter in model.named_parameters()
             if self.compares
         }
-        return seconds, after[0] - before[0], after[1] - before[1], digests
+        self.config.compilation_config.static_forward_context.clear()  # else it keeps the model
+        return seconds, cpu, after[0] - before[0], after[1] - before[1], digests
 
     compares = True
 
@@ -119,34 +121,36 @@ def main() -> None:
     )
     parser.add_argument("--mib", type=int, default=512)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--systems", nargs="*", choices=SAVES, default=list(SAVES))
     parser.add_argument("--folder", help="on the disk to measure")
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
     with tempfile.TemporaryDirectory(dir=arguments.folder, prefix="serving-") as folder:
-        times = measure(Path(folder), arguments.mib, arguments.rounds)
-    base = statistics.median(row[0] for row in times[THEIRS])
+        times = measure(Path(folder), arguments)
+    base, cpu_base = (statistics.median(row[i] for row in times[THEIRS]) for i in (0, 1))
     print(f"unickpt {unickpt.__version__}, {arguments.mib} MiB, medians of {arguments.rounds}")
     for name, rows in times.items():
-        seconds = statistics.median(row[0] for row in rows)
+        seconds, cpu = (statistics.median(row[i] for row in rows) for i in (0, 1))
         ratios = [row[0] / other[0] for row, other in zip(rows, times[THEIRS], strict=True)]
         print(
-            f"{name:22} {seconds:8.3f} s {seconds / base:6.2f}x "
+            f"{name:22} {seconds:8.4f} s {seconds / base:6.2f}x "
             f"(rounds {min(ratios):.2f} to {max(ratios):.2f}), "
-            f"read {rows[0][1] / 2**20:7.0f} MiB, written {max(row[2] for row in rows)} bytes"
+            f"of all cores {cpu:7.4f} s {cpu / cpu_base:5.2f}x, "
+            f"read {rows[0][2] / 2**20:7.0f} MiB, written {max(row[3] for row in rows)} bytes"
         )
 
 
-def measure(folder: Path, mib: int, rounds: int) -> dict[str, list[Any]]:
+def measure(folder: Path, arguments: argparse.Namespace) -> dict[str, list[Any]]:
     from unickpt.integrations.vllm import register
 
     register()
-    model = new_model(mib)
+    model = new_model(arguments.mib)
     config = configuration(model, folder / "config")
     engines = dict[str, Engine]()
-    for system, save in SAVES.items():
+    for system in dict.fromkeys(["hf", *arguments.systems]):
         path, work = folder / system.replace(" ", "-"), folder / "work"
         work.mkdir()
-        settings = {"path": str(path), **save(model, path, work)}
+        settings = {"path": str(path), **SAVES[system](model, path, work)}
         for file in work.rglob("*"):
             if file.is_file():
                 file.unlink()
@@ -165,7 +169,7 @@ def measure(folder: Path, mib: int, rounds: int) -> dict[str, list[Any]]:
     os.sync()
     start(engines[THEIRS].config)
     times: dict[str, list[Any]] = {name: [] for name in engines}
-    for number in range(rounds + 1):
+    for number in range(arguments.rounds + 1):
         Engine.compares = number == 0
         loaded = {}
         for name in random.sample(list(engines), len(engines)):

@@ -76,7 +76,7 @@ class CheckpointLoader:
         ]
         with recorder:
             loaded = (load_weights or model.load_weights)(iter(tensors))
-            recorder.flush()
+        recorder.flush()  # not within it: the load itself has operations of torch, too
         if must_fill:
             missing = set(recorder.filled.incomplete())
             if loaded is not None:

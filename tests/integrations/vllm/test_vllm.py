@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import load_reports
 import pytest
 
 pytest.importorskip("vllm")
@@ -17,6 +18,7 @@ pytest.importorskip("vllm")
 import torch
 import transformers
 from support import TESTS
+from support.served_checkpoints import SAVES
 
 import unickpt
 from unickpt import Rules, SaveOptions
@@ -61,14 +63,17 @@ def engine(tmp_path: Path, settings: dict[str, Any]) -> list[dict[str, Any]]:
     plugin.mkdir(parents=True, exist_ok=True)
     (plugin / "METADATA").write_text("Metadata-Version: 2.1\nName: unickpt-for-vllm\nVersion: 0\n")
     entry = "[vllm.general_plugins]\nunickpt_here = unickpt.integrations.vllm:register\n"
+    entry += "unickpt_reports = load_reports:register\n"
     (plugin / "entry_points.txt").write_text(entry)
+    reports = tmp_path / "reports"
+    reports.mkdir(exist_ok=True)
     files = tmp_path / "settings.json", tmp_path / "results.json"
     files[0].write_text(json.dumps(settings))
     job = Path(__file__).with_name("engine_job.py")
-    paths = os.pathsep.join([str(Path(TESTS).parent), str(plugin.parent)])
+    paths = os.pathsep.join([str(Path(TESTS).parent), str(plugin.parent), str(job.parent)])
     done = subprocess.run(
         [sys.executable, str(job), *map(str, files)],
-        env={**os.environ, "PYTHONPATH": paths},
+        env={**os.environ, "PYTHONPATH": paths, load_reports.VARIABLE: str(reports)},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -160,6 +165,30 @@ def test_an_engine_serves_a_checkpoint_of_jax_through_rules(tmp_path: Path, size
     assert {f for f in tmp_path.rglob("*") if "jax" in f.parts} == {
         f for f in files if "jax" in f.parts
     }
+
+
+@pytest.mark.parametrize("system", ["orbax", "megatron", "zero 3"])
+def test_an_engine_serves_other_systems_and_each_rank_reads_its_slice(
+    tmp_path: Path, system: str
+) -> None:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 128, "intermediate_size": 2304, "vocab_size": 150}
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES | sizes))
+    (tmp_path / "work").mkdir()
+    loader = SAVES[system](model, tmp_path / "stored", tmp_path / "work")
+    files = {file: file.stat().st_mtime_ns for file in (tmp_path / "stored").rglob("*")}
+    settings = settings_of(tmp_path, model, 2, path=str(tmp_path / "stored"), **loader)
+    (state,) = engine(tmp_path, {"engine": settings})
+    assert state["tokens"] == tokens_of(model)
+    assert {f: f.stat().st_mtime_ns for f in (tmp_path / "stored").rglob("*")} == files
+    ranks = [load_reports.total(file) for file in (tmp_path / "reports").iterdir()]
+    filled, read = ([rank[which] for rank in ranks] for which in ("filled", "read"))
+    arrays = [*model.parameters()]
+    whole = sum(array.nbytes for array in arrays)
+    assert sum(filled) == whole + sum(array.nbytes for array in arrays if array.dim() == 1)
+    assert min(filled) < max(filled), "vLLM gives the first rank more of the vocabulary"
+    # Orbax compresses each array as one chunk here, which both ranks read.
+    assert read == ([whole, whole] if system == "orbax" else filled)
 
 
 def test_an_engine_of_experts_is_served_but_cannot_follow_on_cpus(tmp_path: Path) -> None:
