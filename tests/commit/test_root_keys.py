@@ -86,8 +86,9 @@ def test_keys_ascend_and_each_has_its_own_place(grids: dict[str, list[int]], see
     found: dict[bytes, int] = {}
     keys = list[bytes]()
     for run in root.runs(index, chunks, {"unickpt.json": (0, 6000, 1)}):
-        keys += run.keys
-        found.update(zip(run.keys, run.places["offset"].tolist(), strict=True))
+        run_keys = [run.key(n) for n in range(len(run.places))]
+        keys += run_keys
+        found.update(zip(run_keys, run.places["offset"].tolist(), strict=True))
     assert keys == sorted(set(keys))
     expected, patch = {b"unickpt.json": 6000, b"p/process_00000": 5000}, 1000
     row = 0

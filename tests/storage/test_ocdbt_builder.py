@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import google_crc32c
@@ -18,6 +19,10 @@ from unickpt.storage.errors import Failed
 
 KEYS = st.binary(min_size=0, max_size=12)
 PATHS = st.sampled_from(["a", "d/0123", "d/01ab", "processes/x/00003/d/ff", "b"])
+
+
+def entries_of(keys: Sequence[bytes], places: builder.PlaceArray) -> builder.TreeEntries:
+    return builder.TreeEntries(builder.SortedKeys.from_texts(keys), places)
 
 
 def build(values: list[tuple[bytes, DataReference]], nodes: str) -> tuple[bytes, bytes]:
@@ -44,7 +49,7 @@ def build(values: list[tuple[bytes, DataReference]], nodes: str) -> tuple[bytes,
     places = [
         (numbers[reference.path], reference.offset, reference.length) for _, reference in ordered
     ]
-    run = builder.TreeEntries([key for key, _ in ordered], np.array(places, builder.PLACE_DTYPE))
+    run = entries_of([key for key, _ in ordered], np.array(places, builder.PLACE_DTYPE))
     manifest, _ = builder.encode([run], list(numbers), b"", place)
     return manifest, bytes(out)
 
@@ -139,7 +144,7 @@ def test_runs_of_values_in_nodes_and_files_are_found(
         else:
             places[n] = files.index(value.path), value.offset, value.length
     starts = range(0, len(keys), size)
-    runs = [builder.TreeEntries(keys[at : at + size], places[at : at + size]) for at in starts]
+    runs = [entries_of(keys[at : at + size], places[at : at + size]) for at in starts]
     out = bytearray()
 
     def place(node: bytes) -> DataReference:
@@ -178,9 +183,7 @@ def test_a_key_that_is_too_long_is_named() -> None:
     place = np.zeros(1, builder.PLACE_DTYPE)
 
     def encoded(key: bytes) -> bytes:
-        return builder.encode(
-            [builder.TreeEntries([key], place)], ["d/1"], b"", lambda n: at(len(n))
-        )[0]
+        return builder.encode([entries_of([key], place)], ["d/1"], b"", lambda n: at(len(n)))[0]
 
     def at(length: int) -> DataReference:
         return DataReference("d/2", 0, length)
@@ -226,3 +229,45 @@ def test_numbers_are_encoded_alike_whatever_their_size(values: list[int], same: 
     one_by_one = b"".join(builder._numbers([value]) for value in values)
     assert builder._numbers(np.array(values, np.uint64)) == one_by_one
     assert builder._numbers(values) == one_by_one
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    st.dictionaries(
+        st.sampled_from(["", "a/", "a/b/", "layers/0/w/c/", "layers/10/w/c/", "m" * 130 + "/c/"]),
+        st.tuples(st.integers(0, 2), st.integers(0, 200), st.integers(1, 200)),
+        min_size=1,
+        max_size=6,
+    ),
+    st.integers(2, 70),
+    st.integers(0, 2**32 - 1),
+)
+def test_keys_that_many_arrays_share_give_the_same_bytes(
+    parts: dict[str, tuple[int, int, int]], entries: int, seed: int
+) -> None:
+    """Whatever chunks an array has: the keys of its grid are sorted and compared once."""
+    tails = [sorted(b"%d/%d" % (n % k, n) for n in range(201)) for k in (1, 7, 60)]
+    random, shared, all_keys = np.random.default_rng(seed), [], list[bytes]()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(builder, "_ENTRIES", entries)
+        grids = {
+            cut: builder.SortedKeys.from_texts(tails[cut[0]][cut[1] : cut[1] + cut[2]])
+            for cut in parts.values()
+        }
+        for prefix, cut in sorted(parts.items()):
+            keys = grids[cut]
+            places = np.zeros(len(keys.texts), builder.PLACE_DTYPE)
+            places["file"] = random.integers(0, 3, len(places))
+            places["offset"] = random.integers(0, 1 << 40, len(places))
+            shared.append(builder.TreeEntries(keys, places, prefix.encode() or b"0"))
+            all_keys += [shared[-1].key(n) for n in range(len(places))]
+        alone = [entries_of(all_keys, np.concatenate([run.places for run in shared]))]
+        built = [list[bytes](), list[bytes]()]
+        for runs, nodes_of_runs in zip((shared, alone), built, strict=True):
+
+            def place(node: bytes, placed: list[bytes] = nodes_of_runs) -> DataReference:
+                placed.append(node)
+                return DataReference("nodes", sum(map(len, placed[:-1])), len(node))
+
+            builder.encode(runs, ["a", "b", "c"], b"", place)
+    assert built[0] == built[1]

@@ -15,8 +15,8 @@ import numpy as np
 from unickpt.arrays.box import Box
 from unickpt.commit.messages import (
     ADDITION_DTYPE,
+    CHUNK_DTYPE,
     ELSEWHERE,
-    PLACE_NAMES,
     Names,
     Record,
     Records,
@@ -35,6 +35,16 @@ WHOLE, COMPOSED, BORROWED, MISSING = range(4)
 Requests = dict[int, dict[str, list[int]]]
 """For each process the positions of chunks by array name."""
 Column = np.ndarray[Any, Any]
+_PLACE_BYTES = np.dtype((np.void, PLACE_DTYPE.itemsize))
+_CHUNK_PLACE = np.dtype(
+    {
+        "names": ["place"],
+        "formats": [_PLACE_BYTES],
+        "offsets": [CHUNK_DTYPE.itemsize - PLACE_DTYPE.itemsize],
+        "itemsize": CHUNK_DTYPE.itemsize,
+    }
+)
+"""A row of a record's chunks, of which only the place is looked at."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,20 +116,19 @@ def merged_chunks(
         CoverageError: two processes wrote different data for a chunk of another array.
     """
     listed = _ListedChunks(index, records, names, winners or {})
-    # If an index occurs twice, NumPy keeps the last assignment: the first process's.
-    chosen = np.full(chunk_grid.total_chunks(index.arrays), -1, np.int64)
-    for kind in (BORROWED, COMPOSED, WHOLE):
-        rows = np.flatnonzero(listed.kind == kind)[::-1]
-        chosen[listed.where[rows]] = rows
-    missing = chosen < 0
-    contested = _contested(index, listed, chosen, assumed)
-    # A missing chunk first gets the facts of the last one.
+    chosen = listed.choose(chunk_grid.total_chunks(index.arrays))
+    # Columns are written in the order of the records: what consecutive processes wrote lies close
+    # together in the tables, so that it stays in the cache of the processor.
+    is_chosen = chosen[listed.where] == np.arange(len(listed.where))
+    contested = {} if is_chosen.all() else _contested(index, listed, chosen, ~is_chosen, assumed)
+    rows = np.flatnonzero(is_chosen) if not is_chosen.all() else slice(None)
+    where = listed.where[rows]
     table = np.zeros(len(chosen), digest_table.DTYPE)
+    table["process"] = _NOBODY
     kinds, places = np.full(len(chosen), MISSING, np.uint8), np.zeros(len(chosen), PLACE_DTYPE)
-    if len(listed.where):
-        table["digest"], table["process"] = listed.digest[chosen], listed.process[chosen]
-        kinds, places = listed.kind[chosen], listed.place[chosen]
-    table["digest"][missing], table["process"][missing], kinds[missing] = 0, _NOBODY, MISSING
+    table["digest"][where], table["process"][where] = listed.digest[rows], listed.process[rows]
+    kinds[where] = listed.kind[rows]
+    places.view(_PLACE_BYTES)[where] = listed.place_bytes[rows]
     additions = listed.additions_of(chosen)
     counts = np.bincount(additions["row"].astype(np.int64), minlength=len(chosen))
     lent_table, bases = _borrowed(listed, kinds, places, additions)
@@ -171,33 +180,46 @@ class _ListedChunks:
     def __init__(
         self, index: Index, records: Records, names: Names, winners: Mapping[str, int]
     ) -> None:
-        count = sum(len(record.chunks) for _, record in records)
-        self.where, self.digest = np.zeros(count, np.int64), np.zeros(count, np.uint64)
-        """Each one's row in the digest table, and its digest."""
-        self.process, self.kind = np.zeros(count, np.uint32), np.full(count, WHOLE, np.uint8)
-        self.place = np.zeros(count, PLACE_DTYPE)
-        self.number, self._count = np.arange(count), count
+        counts = [len(record.chunks) for _, record in records]
+        tables = [np.ascontiguousarray(record.chunks).data for _, record in records]
+        rows = np.frombuffer(bytearray().join(tables), CHUNK_DTYPE)
+        processes = np.array([process for process, _ in records], np.uint32)
+        self.digest, self.process = rows["digest"], np.repeat(processes, counts)
+        self.place_bytes = rows.view(_CHUNK_PLACE)["place"]
+        """Of each one its `PLACE_DTYPE`."""
+        self.where = _find_rows(index, names, records, rows, counts)
+        """Each one's row in the digest table."""
+        self.number, self._count = np.arange(len(rows)), len(rows)
         """Its position among all chunks."""
         self.additions, self.blobs = [np.zeros(0, ADDITION_DTYPE)], dict[str, ValuePlace]()
         """All additions; their rows are the numbers of their chunks."""
         self.files, self.inline = list[tuple[int, str]](), list[bytes]()
         self.bases: dict[BaseEntry, int] = {}
         self._nbytes = 0
-        positions, start = _RowNumbers(index), 0
-        for process, record in records:
-            rows = slice(start, start + len(record.chunks))
-            start = rows.stop
-            self.process[rows], self.digest[rows] = process, record.chunks["digest"]
-            self.where[rows] = positions.find_rows(names[process], process, record)
-            self._place(rows, process, record)
-            if winners:
-                array_names = enumerate(names[process])
-                lost = [n for n, name in array_names if winners.get(name, process) != process]
-                self.where[rows][np.isin(record.chunks["array"], lost)] = -1
+        self.kind = np.where(rows["file"] == ELSEWHERE, np.uint8(BORROWED), np.uint8(WHOLE))
+        starts, first_files, first_bytes = np.cumsum([0, *counts[:-1]]), list[int](), list[int]()
+        for (process, record), start in zip(records, starts.tolist(), strict=True):
+            first_files.append(len(self.files))
+            first_bytes.append(self._nbytes)
+            self._place(process, record, rows[start : start + len(record.chunks)], start)
+        if len(records) > 1:
+            _shift(rows, np.repeat(first_files, counts), np.repeat(first_bytes, counts))
         if winners:
-            counts = self.where >= 0
-            for name in ("where", "digest", "process", "kind", "place", "number"):
-                setattr(self, name, getattr(self, name)[counts])
+            self._drop_losers(records, names, rows, starts.tolist(), winners)
+
+    def choose(self, total: int) -> Column:
+        """For each row of the digest table which of these chunks it is; -1 for none.
+
+        Arguments:
+            total: the number of rows.
+        """
+        # If an index occurs twice, NumPy keeps the last assignment: the first process's.
+        chosen, numbers = np.full(total, -1, np.int64), np.arange(len(self.where))
+        for kind in (BORROWED, COMPOSED, WHOLE):
+            is_of_kind = self.kind == kind
+            rows = numbers if is_of_kind.all() else np.flatnonzero(is_of_kind)
+            chosen[self.where[rows][::-1]] = rows[::-1]
+        return chosen
 
     def additions_of(self, chosen: Column) -> Column:
         """The additions of the chunks that were chosen, with their rows in the digest table.
@@ -216,93 +238,139 @@ class _ListedChunks:
         chosen_additions["row"] = digest_rows[digest_rows >= 0]
         return chosen_additions[np.lexsort((chosen_additions["link"], chosen_additions["row"]))]
 
-    def _place(self, rows: slice, process: int, record: Record) -> None:
-        """Fills in how and where a record's chunks are stored."""
+    def _place(self, process: int, record: Record, rows: Column, start: int) -> None:
+        """Adds what a record has beside plain chunks, and how its chunks are stored.
 
-        def numbered(table: Column) -> Column:
-            """The places of values, with file numbers after those of earlier records."""
-            places = table[PLACE_NAMES].astype(PLACE_DTYPE)
-            is_lent = places["file"] == ELSEWHERE
-            places["offset"][is_lent] = bases[places["offset"][is_lent].astype(np.int64)]
-            places["offset"][places["file"] == INLINE] += np.uint64(self._nbytes)
-            places["file"][places["file"] >= 0] += len(self.files)
-            return places
-
-        base_numbers = [self.bases.setdefault(base, len(self.bases)) for base in record.bases]
-        bases = np.array(base_numbers, np.uint64)
-        self.place[rows] = numbered(record.chunks)
-        self.kind[rows][record.chunks["file"] == ELSEWHERE] = BORROWED
+        Arguments:
+            process, record: of the process.
+            rows: of its chunks; those that are elsewhere get the numbers of all bases.
+            start: the number of the first of them.
+        """
+        if record.bases:
+            base_numbers = [self.bases.setdefault(base, len(self.bases)) for base in record.bases]
+            _renumber_bases(rows, base_numbers)
         if len(record.additions):
-            additions, places = record.additions.copy(), numbered(record.additions)
-            self.kind[rows][additions["row"].astype(np.int64)] = COMPOSED
-            additions["row"] += np.uint64(rows.start)
-            additions[PLACE_NAMES] = places
+            additions = record.additions.copy()
+            self.kind[start + additions["row"].astype(np.int64)] = COMPOSED
+            additions["row"] += np.uint64(start)
+            if record.bases:
+                _renumber_bases(additions, base_numbers)
+            _shift(additions, len(self.files), self._nbytes)
             self.additions.append(additions)
         if record.blobs:
             from unickpt.frameworks.per_process import blob_key
 
             places = np.array([place for _, _, _, place in record.blobs.values()], PLACE_DTYPE)
-            for name, place in zip(record.blobs, numbered(places).tolist(), strict=True):
+            _shift(places, len(self.files), self._nbytes)
+            for name, place in zip(record.blobs, places.tolist(), strict=True):
                 self.blobs[blob_key(name, process)] = place
         self.files += [(process, path) for path in record.files]
         if record.inline:
             self.inline.append(record.inline)
             self._nbytes += len(record.inline)
 
+    def _drop_losers(
+        self,
+        records: Records,
+        names: Names,
+        rows: Column,
+        starts: Sequence[int],
+        winners: Mapping[str, int],
+    ) -> None:
+        """Drops the chunks of arrays for which only those of another process count."""
+        is_kept = np.ones(len(rows), np.bool_)
+        for (process, record), start in zip(records, starts, strict=True):
+            arrays, stop = enumerate(names[process]), start + len(record.chunks)
+            lost = [n for n, name in arrays if winners.get(name, process) != process]
+            is_kept[start:stop] = ~np.isin(rows["array"][start:stop], lost)
+        for column in ("where", "digest", "process", "kind", "place_bytes", "number"):
+            setattr(self, column, getattr(self, column)[is_kept])
 
-class _RowNumbers:
-    """The rows of chunks in the digest table.
+
+def _renumber_bases(table: Column, numbers: Sequence[int]) -> None:
+    """Changes the numbers of bases in places that are elsewhere."""
+    is_elsewhere = table["file"] == ELSEWHERE
+    bases = table["offset"][is_elsewhere].astype(np.int64)
+    table["offset"][is_elsewhere] = np.array(numbers, np.uint64)[bases]
+
+
+def _shift(table: Column, files: Any, nbytes: Any) -> None:
+    """Numbers files after those of earlier records, and likewise the bytes of values in no file.
 
     Arguments:
-        index: of all processes.
+        table: with places.
+        files, nbytes: those of earlier records, for all rows or each.
     """
+    file = table["file"]
+    is_inline = file == INLINE
+    if is_inline.any():
+        table["offset"] += np.where(is_inline, nbytes, 0).astype(np.uint64)
+    file += np.where(file >= 0, files, 0).astype(file.dtype)
 
-    def __init__(self, index: Index) -> None:
-        self._index, spans = index, chunk_grid.chunk_spans(index.arrays)
-        self._starts = {name: span.start for name, span in spans.items()}
-        self._stops = {name: span.stop for name, span in spans.items()}
-        self._known: dict[int, tuple[Column, Column]] = {}
 
-    def find_rows(self, names: Sequence[str], process: int, record: Record) -> Column:
-        """The rows of a record's chunks. Boxes must be passed in the order of the processes.
+def _find_rows(
+    index: Index, names: Names, records: Records, chunks: Column, counts: Sequence[int]
+) -> Column:
+    """The rows of all records' chunks in the digest table.
 
-        Raises:
-            CoverageError: there is no such chunk.
-        """
-        if record.description not in self._known:
-            self._known[record.description] = (
-                np.array([self._starts[name] for name in names], np.int64),
-                np.array([self._stops[name] for name in names], np.int64),
-            )
-        starts, stops = self._known[record.description]
-        if record.boxes:
-            starts = starts.copy()
-        for number, boxes in record.boxes.items():
-            name = names[number]
-            starts[number] = self._starts[name]
-            entry = self._index.arrays[name]
-            self._starts[name] += sum(chunk_grid.box_part(entry, box).count for box in boxes)
-        numbers, chunks = record.chunks["array"], record.chunks["chunk"]
-        if len(numbers) and int(numbers.max()) < len(names):
-            first = starts[numbers]
-            if (chunks < (stops[numbers] - first).astype(np.uint64)).all():
-                positions: Column = first + chunks.astype(np.int64)
-                return positions
-        elif not len(numbers):
-            return np.zeros(0, np.int64)
-        raise CoverageError(f"process {process} lists chunks that do not exist")
+    Raises:
+        CoverageError: there is no such chunk.
+    """
+    spans = chunk_grid.chunk_spans(index.arrays)
+    next_starts = {name: span.start for name, span in spans.items()}
+    starts, stops, bounds = list[int](), list[int](), list[tuple[int, int]]()
+    first_and_count: dict[int, tuple[int, int]] = {}
+    for process, record in records:
+        array_names = names[process]
+        if not record.boxes and record.description in first_and_count:
+            bounds.append(first_and_count[record.description])
+            continue
+        first = len(starts)
+        bounds.append((first, len(array_names)))
+        starts += [next_starts[name] for name in array_names]
+        stops += [spans[name].stop for name in array_names]
+        if not record.boxes:
+            first_and_count[record.description] = bounds[-1]
+        for number, boxes in record.boxes.items():  # in the order of the processes
+            name = array_names[number]
+            entry = index.arrays[name]
+            next_starts[name] += sum(chunk_grid.box_part(entry, box).count for box in boxes)
+    if not len(chunks):
+        return np.zeros(0, np.int64)
+    firsts, lengths = np.array(bounds, np.int64).reshape(-1, 2).T
+    numbers = chunks["array"].astype(np.int64)
+    exists = numbers < np.repeat(lengths, counts)
+    arrays = np.where(exists, numbers + np.repeat(firsts, counts), 0)
+    first_rows = np.array([*starts, 0], np.int64)
+    room = np.array([*stops, 0], np.int64) - first_rows
+    exists &= chunks["chunk"] < room[arrays].astype(np.uint64)
+    if not exists.all():
+        ends = np.cumsum(counts)
+        wrong = int(np.searchsorted(ends, int(np.argmin(exists)), side="right"))
+        raise CoverageError(f"process {records[wrong][0]} lists chunks that do not exist")
+    rows: Column = first_rows[arrays] + chunks["chunk"].astype(np.int64)
+    return rows
 
 
 def _contested(
-    index: Index, listed: _ListedChunks, chosen: Column, assumed: Collection[str]
+    index: Index,
+    listed: _ListedChunks,
+    chosen: Column,
+    is_other: Column,
+    assumed: Collection[str],
 ) -> dict[str, list[int]]:
     """The assumed arrays for which two processes wrote different data for a chunk, with those two.
+
+    Arguments:
+        index: of all processes.
+        listed: all chunks.
+        chosen: for each row of the digest table which of them it is.
+        is_other: for each of them whether it is not.
+        assumed: as for `merged_chunks`.
 
     Raises:
         CoverageError: it is another array, or a process lists a chunk twice.
     """
-    is_other = np.ones(len(listed.where), np.bool_)
-    is_other[chosen[chosen >= 0]] = False
     again = np.flatnonzero(is_other)
     where, process = listed.where[again], listed.process[again]
     chosen_chunks = chosen[where]

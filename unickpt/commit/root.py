@@ -28,7 +28,7 @@ from unickpt.format.index import ArrayEntry, Index
 from unickpt.frameworks.process_group import saved_apart
 from unickpt.storage import locations
 from unickpt.storage.btree import builder
-from unickpt.storage.btree.builder import PLACE_DTYPE, TreeEntries
+from unickpt.storage.btree.builder import PLACE_DTYPE, SortedKeys, TreeEntries
 from unickpt.storage.btree.nodes import DataReference
 from unickpt.storage.database import Database, digest_of
 from unickpt.storage.errors import Failed
@@ -348,14 +348,16 @@ class _ChunkEntries:
     def run(self, sort_keys: Callable[[tuple[int, ...]], _Order]) -> TreeEntries:
         """Their entries, by the order of the chunks of a grid."""
         tails, numbers = sort_keys(self.part.grid)
-        prefix, chosen = self.prefix, self.chosen[numbers]
+        chosen = self.chosen[numbers]
         if not chosen.all():
-            tails, numbers = list(compress(tails, chosen.tolist())), numbers[chosen]
-        return TreeEntries([prefix + tail for tail in tails], self.places[numbers])
+            texts, numbers = list(compress(tails.texts, chosen.tolist())), numbers[chosen]
+            tails = SortedKeys.from_texts(texts)
+        return TreeEntries(tails, self.places[numbers], self.prefix)
 
 
-_Order = tuple[list[bytes], Column]
+_Order = tuple[SortedKeys, Column]
 """How the keys of the chunks of a grid end, ascending, and the chunks' numbers."""
+_MOST_GRIDS = 16  # of the arrays of a layer
 
 
 def _sort_keys(grid: tuple[int, ...]) -> _Order:
@@ -363,20 +365,20 @@ def _sort_keys(grid: tuple[int, ...]) -> _Order:
     along = [sorted((b"/%d" % n, n) for n in range(extent)) for extent in grid]
     tails = [b"".join(parts) for parts in product(*([t for t, _ in d] for d in along))]
     every = np.arange(math.prod(grid)).reshape(grid)
-    return tails, every[np.ix_(*([n for _, n in d] for d in along))].reshape(-1)
+    numbers = every[np.ix_(*([n for _, n in d] for d in along))].reshape(-1)
+    return SortedKeys.from_texts(tails), numbers
 
 
 def _ordered(
     keys: Sequence[bytes], places: Column, grids: Sequence[_ChunkEntries]
 ) -> Iterator[TreeEntries]:
     """Entries, merged in order with those of grids."""
-    # The next part often has the same grid.
-    start, sort_keys = 0, lru_cache(maxsize=1)(_sort_keys)
+    start, sort_keys = 0, lru_cache(_MOST_GRIDS)(_sort_keys)
     for grid in sorted(grids, key=attrgetter("prefix")):
         end = bisect_left(keys, grid.prefix, start)
         if end > start:
-            yield TreeEntries(keys[start:end], places[start:end])
+            yield TreeEntries(SortedKeys.from_texts(keys[start:end]), places[start:end])
         start = end
         yield grid.run(sort_keys)
     if start < len(keys):
-        yield TreeEntries(keys[start:], places[start:])
+        yield TreeEntries(SortedKeys.from_texts(keys[start:]), places[start:])

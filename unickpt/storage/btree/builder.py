@@ -49,16 +49,66 @@ PlaceArray = np.ndarray[Any, Any]
 
 
 @dataclass(frozen=True, eq=False)
+class SortedKeys:
+    """Ascending keys, and what nodes store about them. Those of a grid of chunks serve all arrays
+    with that grid.
+
+    Arguments:
+        texts: the keys.
+        shared: the number of bytes that each shares with the one before it; 0 for the first.
+        lengths: the numbers of its other bytes.
+        ends: where those of each end in `suffixes`.
+        suffixes: all of them, joined.
+    """
+
+    texts: Sequence[bytes]
+    shared: PlaceArray
+    lengths: PlaceArray
+    ends: PlaceArray
+    suffixes: bytes
+
+    @classmethod
+    def from_texts(cls, texts: Sequence[bytes]) -> SortedKeys:
+        """Computes them of keys.
+
+        Raises:
+            ValueError: they do not ascend.
+        """
+        if not all(map(lt, texts, islice(texts, 1, None))):
+            raise ValueError("the keys of a database must ascend")
+        shared, lengths, suffixes = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)], list[bytes]()
+        for start in range(0, len(texts), _ENTRIES):  # compared in little memory
+            before = start - (start > 0)
+            counts, unshared, joined = _without_shared(texts[before : start + _ENTRIES])
+            skipped = unshared[0] if start else 0
+            shared.append(np.asarray(counts[start - before :], np.int64))
+            lengths.append(np.asarray(unshared[start - before :], np.int64))
+            suffixes.append(joined[skipped:])
+        counts, unshared = np.concatenate(shared), np.concatenate(lengths)
+        return cls(texts, counts, unshared, np.cumsum(unshared), b"".join(suffixes))
+
+
+@dataclass(frozen=True, eq=False)
 class TreeEntries:
     """Some entries of a database.
 
     Arguments:
-        keys: ascending.
+        keys: without the prefix.
         places: of their values; one element of `PLACE_DTYPE` each.
+        prefix: of all keys.
     """
 
-    keys: Sequence[bytes]
+    keys: SortedKeys
     places: PlaceArray
+    prefix: bytes = b""
+
+    def key(self, position: int) -> bytes:
+        """A whole key."""
+        return self.prefix + self.keys.texts[position]
+
+
+_Slice = tuple[TreeEntries, int, int]
+"""Consecutive entries: of which run, from which one, and before which one."""
 
 
 class _Placed(NamedTuple):
@@ -100,21 +150,14 @@ def encode(
         ValueError: the keys do not ascend.
         Failed: one is too long for TensorStore.
     """
-    tables = _FileTables([path.encode() for path in files])
-    level, last = list[_Placed](), None
-    for keys, places in _batches(runs):
-        if (last is not None and last >= keys[0]) or not all(map(lt, keys, islice(keys, 1, None))):
-            raise ValueError("the keys of a database must ascend")
-        last = keys[-1]
-        longest = max(keys, key=len)
-        if len(longest) > MOST_KEY_BYTES:
-            raise Failed(
-                f"the key {quoted(longest.decode())} has {len(longest)} bytes; a database takes "
-                f"at most {MOST_KEY_BYTES}; give the stored leaf a shorter name"
-            )
-        node = _leaf(keys, places, tables, inline)
+    tables, level = _FileTables([path.encode() for path in files]), list[_Placed]()
+    for slices in _batches(runs):
+        places = _joined([run.places[start:stop] for run, start, stop in slices])
+        node = _leaf(slices, places, tables, inline)
         apart = int(places["length"][places["file"] >= 0].sum())
-        level.append(_Placed(keys[0], place(node), len(keys), len(node), apart))
+        run, start, _ = slices[0]
+        first = run.prefix + run.keys.texts[start]
+        level.append(_Placed(first, place(node), len(places), len(node), apart))
     height = 0
     while len(level) > 1:
         height += 1
@@ -123,21 +166,32 @@ def encode(
     return _manifest(root, height), 0 if root is None else root.keys
 
 
-def _batches(runs: Iterable[TreeEntries]) -> Iterator[tuple[list[bytes], PlaceArray]]:
-    """The entries of each leaf."""
-    keys, places = list[bytes](), list[PlaceArray]()
+def _batches(runs: Iterable[TreeEntries]) -> Iterator[list[_Slice]]:
+    """The entries of each leaf. Raises as `encode`."""
+    slices, count, before = list[_Slice](), 0, None
     for run in runs:
-        start = 0
-        while start < len(run.keys):
-            end = start + _ENTRIES - len(keys)
-            keys += run.keys[start:end]
-            places.append(run.places[start:end])
-            start = end
-            if len(keys) == _ENTRIES:
-                yield keys, _joined(places)
-                keys, places = [], []
-    if keys:
-        yield keys, _joined(places)
+        start, end = 0, len(run.keys.texts)
+        if not end:
+            continue
+        if before is not None and before.key(-1) >= run.key(0):
+            raise ValueError("the keys of a database must ascend")
+        before = run
+        if len(run.prefix) + int((run.keys.shared + run.keys.lengths).max()) > MOST_KEY_BYTES:
+            longest = run.prefix + max(run.keys.texts, key=len)
+            raise Failed(
+                f"the key {quoted(longest.decode())} has {len(longest)} bytes; a database takes "
+                f"at most {MOST_KEY_BYTES}; give the stored leaf a shorter name"
+            )
+        while start < end:
+            stop = min(end, start + _ENTRIES - count)
+            slices.append((run, start, stop))
+            count += stop - start
+            start = stop
+            if count == _ENTRIES:
+                yield slices
+                slices, count = [], 0
+    if slices:
+        yield slices
 
 
 def _joined(places: Sequence[PlaceArray]) -> PlaceArray:
@@ -158,7 +212,7 @@ def _above(
         bytes([height]),
         _files([path.encode() for path in ordered]),
         _numbers([len(nodes)]),
-        *_keys([node.first for node in nodes], is_inner=True),
+        *_inner_keys([node.first for node in nodes]),
         *_references(nodes, numbers),
     ]
     node = _sealed(NODE_MAGIC, b"".join(body))
@@ -186,7 +240,9 @@ def _manifest(root: _Placed | None, height: int) -> bytes:
     return _sealed(MANIFEST_MAGIC, b"".join(body))
 
 
-def _leaf(keys: Sequence[bytes], places: PlaceArray, tables: _FileTables, inline: bytes) -> bytes:
+def _leaf(
+    slices: Sequence[_Slice], places: PlaceArray, tables: _FileTables, inline: bytes
+) -> bytes:
     file = places["file"]
     apart = file >= 0
     used, which = np.unique(file[apart], return_inverse=True)
@@ -194,8 +250,8 @@ def _leaf(keys: Sequence[bytes], places: PlaceArray, tables: _FileTables, inline
     body = [
         b"\0",
         tables.subset(used),
-        _numbers([len(keys)]),
-        *_keys(keys, is_inner=False),
+        _numbers([len(places)]),
+        *_leaf_keys(slices),
         _numbers(places["length"]),
         apart.astype(np.uint8).tobytes(),  # 1 for each value in a file
         _numbers(_both(which, places["offset"][apart])),
@@ -215,11 +271,30 @@ def _references(nodes: Sequence[_Placed], files: dict[str, int]) -> list[bytes]:
     return [_numbers(list(chain.from_iterable(zip(*rows, strict=True))))]
 
 
-def _keys(keys: Sequence[bytes], *, is_inner: bool) -> list[bytes]:
+def _leaf_keys(slices: Sequence[_Slice]) -> list[bytes]:
+    """Keys, each without the prefix shared with the previous one."""
+    shared, lengths, suffixes = list[PlaceArray](), list[PlaceArray](), list[bytes]()
+    for number, (run, start, stop) in enumerate(slices):
+        keys, first, same = run.keys, run.key(start), 0
+        if number:
+            before, _, end = slices[number - 1]
+            same = _same(before.key(end - 1), first)
+        counts, unshared = (
+            keys.shared[start:stop] + len(run.prefix),
+            keys.lengths[start:stop].copy(),
+        )
+        counts[0], unshared[0] = same, len(first) - same
+        shared.append(counts)
+        lengths.append(unshared)
+        suffixes += first[same:], keys.suffixes[keys.ends[start] : keys.ends[stop - 1]]
+    counts, unshared = np.concatenate(shared), np.concatenate(lengths)
+    return [_numbers(_both(counts[1:], unshared)), *suffixes]
+
+
+def _inner_keys(keys: Sequence[bytes]) -> list[bytes]:
     """Keys, each without the prefix shared with the previous one; none is shared by all below."""
     shared, lengths, suffixes = _without_shared(keys)
-    common = bytes(len(keys)) if is_inner else b""
-    return [_numbers(_both(shared[1:], lengths)), common, suffixes]
+    return [_numbers(_both(shared[1:], lengths)), bytes(len(keys)), suffixes]
 
 
 def _files(paths: Sequence[bytes]) -> bytes:
