@@ -11,9 +11,9 @@ EDITABLE := --config-settings editable_mode=compat --editable
 
 # Tests start hundreds of interpreters, which would each compile all of unickpt.
 unexport PYTHONDONTWRITEBYTECODE
-# One process more than cores, as many tests wait for others, up to the memory of a laptop; each gets
-# files as a whole, whose set-up is done once, and takes from others at the end.
-WORKERS ?= 4
+# Three processes per core of a machine with two, as many tests wait for others: together 10 GB. Each
+# gets files as a whole, whose set-up is done once, and takes from others at the end.
+WORKERS ?= 6
 SPREAD := -n $(WORKERS) --dist worksteal
 
 .PHONY: demo test core test-fast test-trainers test-trainers-all test-oldest test-python test-gpu lint \
