@@ -12,30 +12,37 @@ const _MEASURES = [
   ["reused", "bytes not written again", (save) => save.reused, bytes],
   ["staged", "bytes staged", (save) => save.staged, bytes],
 ];
+const _MEANS =
+  "The bars beside rows and columns are their means: a slow host or stage stands out there.";
 const _BAR = 46,
   _LABEL = 54,
   _HEAD = 20,
   _TALLEST = 520;
 
 function heatSection(save) {
-  const box = section(
-    "Processes over the mesh",
-    "The bars beside rows and columns are their means: a slow host or stage stands out there.",
-  );
-  const measures = _MEASURES.filter(([, , of]) => of(save).some((v) => v !== 0));
+  const box = section("Processes over the mesh", _MEANS);
+  box.append(heatPicture(save, _MEASURES, (process) => describeProcess(save, process)));
+  return box;
+}
+
+/** The processes of a save or a load over the mesh, what is shown of them to be chosen. */
+function heatPicture(facts, all, describe) {
+  const measures = all.filter(([, , of]) => of(facts).some((v) => v !== 0));
   const state = { measure: measures[0][0], grid: null };
-  const grids = _arrangements(save);
+  const grids = _arrangements(facts);
   state.grid = grids[0];
   const ramp = el("canvas", { width: 160, height: 12, role: "presentation" });
   const low = el("span"),
     high = el("span"),
     findings = el("div", {});
-  const drawn = _heatmap(save, state, measures, (least, most, text) => {
+  const drawn = _heatmap(facts, state, measures, describe, (least, most, text) => {
     low.textContent = text(least);
     high.textContent = text(most);
-    findings.replaceChildren(..._findings(save, state, measures));
+    findings.replaceChildren(..._findings(facts, state, measures));
   });
-  box.append(
+  const box = el(
+    "div",
+    {},
     el(
       "div",
       { class: "controls" },
@@ -72,8 +79,8 @@ function heatSection(save) {
 }
 
 /** The grids on which the processes can be shown: the meshes, and rows of so many processes. */
-function _arrangements(save) {
-  const meshes = save.meshes.map((mesh) => {
+function _arrangements(facts) {
+  const meshes = facts.meshes.map((mesh) => {
     const axes = mesh.axes.map((axis, i) => `${axis}=${mesh.shape[i]}`);
     const devices = mesh.processes || range(mesh.shape.reduce((a, b) => a * b, 1));
     return _grid(
@@ -83,15 +90,15 @@ function _arrangements(save) {
       _downward(mesh.shape),
     );
   });
-  const square = 2 ** Math.max(0, Math.round(Math.log2(Math.sqrt(save.n * 2))));
-  const widths = [...new Set([square, 4, 8, 16, 32, 64])].filter((w) => w < save.n || w === square);
+  const square = 2 ** Math.max(0, Math.round(Math.log2(Math.sqrt(facts.n * 2))));
+  const widths = [...new Set([square, 4, 8, 16, 32, 64])].filter((w) => w < facts.n || w === square);
   const rows = widths.map((width) => {
-    const columns = Math.min(width, save.n),
-      shape = [Math.ceil(save.n / columns), columns];
+    const columns = Math.min(width, facts.n),
+      shape = [Math.ceil(facts.n / columns), columns];
     return _grid(
       `rows of ${columns} processes`,
       { axes: ["row", "column"], shape },
-      range(save.n),
+      range(facts.n),
       [0],
     );
   });
@@ -149,7 +156,7 @@ function _grid(title, mesh, devices, down) {
   };
 }
 
-function _heatmap(save, state, measures, told) {
+function _heatmap(facts, state, measures, describe, told) {
   let wide = 1,
     high = 1,
     values = null;
@@ -172,12 +179,12 @@ function _heatmap(save, state, measures, told) {
     },
     draw(context) {
       const [, title, column, text] = measures.find(([key]) => key === state.measure);
-      values = column(save);
+      values = column(facts);
       const least = smallest(values),
         most = largest(values);
       const share = (v) => (most > least ? (v - least) / (most - least) : 0);
       const { devices, x, y } = state.grid;
-      of.label = `Heat map of ${save.n} processes: ${title}, from ${text(least)} to ${text(most)}.`;
+      of.label = `Heat map of ${facts.n} processes: ${title}, from ${text(least)} to ${text(most)}.`;
       const line = wide > 5 && high > 5 ? 1 : 0;
       devices.forEach((process, device) => {
         context.fillStyle = heat(share(values[process]));
@@ -207,7 +214,7 @@ function _heatmap(save, state, measures, told) {
       return [
         `${title} ${text(values[process])}`,
         ...(at.length ? [at.join(", ")] : []),
-        ...describeProcess(save, process),
+        ...describe(process),
       ];
     },
     move(device, key) {
@@ -273,7 +280,7 @@ function _axisTitles(context, grid, high, top) {
 }
 
 /** Where on the mesh the mean is farthest from the others': which host or stage is slow. */
-function _findings(save, state, measures) {
+function _findings(facts, state, measures) {
   const [key, title, column, text] = measures.find(([name]) => name === state.measure);
   const { mesh, devices } = state.grid,
     isRate = key === "rate";
@@ -281,7 +288,7 @@ function _findings(save, state, measures) {
   const at = devices.map((_, device) => coordinate(mesh, device));
   const axes = range(mesh.axes.length).filter((axis) => mesh.shape[axis] > 1);
   const pairs = axes.flatMap((a, n) => axes.slice(n + 1).map((b) => [a, b]));
-  const values = column(save),
+  const values = column(facts),
     found = [];
   for (const group of [...axes.map((axis) => [axis]), ...pairs]) {
     const size = _product(group.map((axis) => mesh.shape[axis]));

@@ -82,6 +82,7 @@ function _processesOfLoads(loads) {
         ["shared", "of these, waiting for other processes"],
       ]),
       _loadBars(load).node,
+      ..._loadMap(load),
       _loadTable(load),
     );
     redrawAll();
@@ -104,7 +105,7 @@ const _slowestFirst = (load) =>
   );
 
 function _loadBars(load) {
-  const { process, seconds: took, waited, bytes: size, read } = load.each;
+  const { process, seconds: took, waited } = load.each;
   const most = largest(took) || 1,
     order = _slowestFirst(load);
   let wide = 1,
@@ -140,16 +141,40 @@ function _loadBars(load) {
       return bar < 0 || bar >= shown.length || y > _BALANCE_HIGH + 8 ? -1 : bar;
     },
     box: (bar) => [_SIDE + bar * wide, 8, wide, _BALANCE_HIGH],
-    text(bar) {
-      const n = shown[bar];
-      return [
-        `process ${process[n]}`,
-        `${seconds(took[n])}, waited ${seconds(waited[n])}`,
-        `${bytes(size[n])} loaded, ${bytes(read[n])} read`,
-      ];
-    },
+    text: (bar) => _describeLoad(load.each, shown[bar]),
     move: (bar, key) => along(bar, key, shown.length),
   });
+}
+
+const _MEASURES_OF_LOADS = [
+  ["seconds", "seconds of the load", (load) => load.seconds, seconds],
+  ["waited", "seconds of waiting for others", (load) => load.waited, seconds],
+  ["rate", "rate of the load", (load) => load.rate, rate],
+  ["began", "began after", (load) => load.began, seconds],
+  ["bytes", "bytes loaded", (load) => load.bytes, bytes],
+  ["read", "bytes read", (load) => load.read, bytes],
+  ["received", "bytes received", (load) => load.received, bytes],
+];
+
+/** The processes of a load over the mesh of a save by as many; nothing if some did not tell. */
+function _loadMap(load) {
+  const { each } = load,
+    n = each.process.length;
+  const isWhole = n === load.processes && each.process.every((process, p) => process === p);
+  if (!isWhole || !each.seconds.some((v) => v > 0)) return [];
+  const rates = range(n).map((p) => (each.seconds[p] > 0 ? each.bytes[p] / each.seconds[p] : 0));
+  const save = data.details.find((detail) => detail.processes === n);
+  const facts = { ...each, rate: rates, n, meshes: save ? save.meshes : [] };
+  const describe = (process) => _describeLoad(each, process);
+  return [heatPicture(facts, _MEASURES_OF_LOADS, describe)];
+}
+
+function _describeLoad({ process, seconds: took, waited, bytes: size, read }, n) {
+  return [
+    `process ${process[n]}`,
+    `${seconds(took[n])}, waited ${seconds(waited[n])}`,
+    `${bytes(size[n])} loaded, ${bytes(read[n])} read`,
+  ];
 }
 
 function _loadTable(load) {

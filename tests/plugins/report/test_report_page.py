@@ -162,8 +162,15 @@ def test_loads_and_interruptions_are_drawn(page: Browser, tmp_path: Path) -> Non
     assert EVIL[:9] in page.texts(in_section(page, "Failures", "tbody tr"))[0]
     page.run("document.getElementById('found').removeAttribute('id')")
     assert is_drawn(page, in_section(page, "Loads", ".picture canvas"))
+    bars, heat_map = page.run(
+        "[...document.querySelectorAll('#found .picture canvas')].map((c) => c.ariaLabel)"
+    )
+    assert "each of 8 processes" in bars
+    assert heat_map == "Heat map of 8 processes: seconds of the load, from 1.00 s to 8.00 s."
+    assert "row=1" in page.texts("#found .two tbody th"), "where the slow ones are"
     assert "8.0 GB" in page.texts("#found tbody tr")[0]
-    assert page.texts("#found tbody tr")[1].split("\t")[0] == "7", "the slowest first"
+    slowest = page.texts("#found table:last-of-type tbody tr")[-8]
+    assert slowest.split("\t")[0] == "7", "the slowest first"
     assert page.run("window.pwned") is None
 
 
