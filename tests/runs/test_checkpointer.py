@@ -363,6 +363,16 @@ def test_steps_do_not_pile_up_where_removing_one_takes_longer_than_saving_one(
         assert checkpointer.steps() == [3]
 
 
+def test_a_run_that_was_released_looks_for_later_steps_of_others(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path, options=FAST) as checkpointer:
+        checkpointer.save(1, numbers(1), wait=True)
+        checkpointer.release()
+        with Checkpointer(tmp_path, options=FAST) as other:
+            other.save(2, numbers(2), wait=True)
+        with pytest.raises(LaterStepsExist):
+            checkpointer.save(1, numbers(1))
+
+
 def test_a_save_that_is_waited_for_has_removed_old_steps(tmp_path: Path) -> None:
     with Checkpointer(tmp_path, keep_last=1, options=FAST) as checkpointer:
         for step in range(4):

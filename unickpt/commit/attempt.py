@@ -28,7 +28,6 @@ from unickpt.format.index import INDEX_KEY
 from unickpt.frameworks.process_group import Group, saved_apart
 from unickpt.storage import data_files, errors, local_folders, paths
 from unickpt.storage.database import Database
-from unickpt.storage.disk_space import room_text
 from unickpt.storage.locations import Location
 
 if TYPE_CHECKING:
@@ -205,6 +204,8 @@ class Attempt:
             pass  # reading the storage fails too; its first error is more useful
         if not isinstance(error, errors.Failed):
             return error
+        from unickpt.storage.disk_space import room_text
+
         folder = os.path.dirname(self.own.path.rstrip("/"))
         room = room_text(self.own, error, self.planned_bytes, folder)
         return errors.writing_failed(error, f"saving to {self.location}", room)

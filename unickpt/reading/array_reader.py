@@ -23,7 +23,6 @@ from unickpt.reading.chunk_reader import TASK_BYTES, TASK_CHUNKS, ChunkReader, T
 from unickpt.reading.load_options import LoadOptions
 from unickpt.reading.read_plan import Consumer, Planner, TargetBox, consumers_of
 from unickpt.reading.recipes import Recipe, Unchanged
-from unickpt.reading.staging import STAGED_ARRAYS, STAGED_BYTES, StagedTarget, pieces_of, stage
 from unickpt.reading.targets import NewTarget, put
 from unickpt.storage.local_files import files_kept_open
 from unickpt.threads import Window, in_batches
@@ -80,6 +79,8 @@ class Job:
         Arguments:
             most_bytes: a larger array is read in parts, if they do not share chunks.
         """
+        from unickpt.reading.staging import StagedTarget, pieces_of
+
         targets = {
             name: target if target.device_memory is None else StagedTarget(target, target.boxes)
             for name, target in self.targets.items()
@@ -179,7 +180,7 @@ def read_arrays(
                 reads = _Reads(stored, chunk_reader, planner, window, filled, done)
                 reads.run(whole, other_jobs)
                 if on_devices:
-                    reads.run_on_devices(on_devices, min(STAGED_BYTES, max(1, budget // 2)))
+                    reads.run_on_devices(on_devices, max(1, budget // 2))
     except MemoryError as error:
         raise out_of_memory(f"reading {stored.location}", error) from error
     return done
@@ -341,6 +342,9 @@ class _Reads:
             jobs: with a target on a device.
             most_bytes: to copy at once, unless a single chunk is larger.
         """
+        from unickpt.reading.staging import STAGED_ARRAYS, STAGED_BYTES  # only with a device
+
+        most_bytes = min(STAGED_BYTES, most_bytes)
         uploaders, buffers = dict[Hashable, Uploader](), dict[str, list[Array]]()
         staged_jobs = chain.from_iterable(job.staged(most_bytes) for job in jobs)
         try:
@@ -366,10 +370,12 @@ class _Reads:
             uploaders: by device.
             buffers: gets the memory of targets in host memory.
         """
+        from unickpt.reading.staging import StagedTarget, apart, stage
+
         nbytes = sum(map(_NBYTES, jobs))
         self.window.make_room(nbytes)
         try:
-            starts = stage(chain.from_iterable(map(_apart, jobs)), uploaders)
+            starts = stage((t for job in jobs for t in apart(job.targets.values())), uploaders)
         except MemoryError as error:
             raise OutOfMemory(
                 f"{self.stored.location}: no memory to read array {next(iter(jobs[0].targets))!r} "
@@ -518,15 +524,6 @@ def read_made(
     job = Job({entry.name: NewTarget(entry, box)}, {entry.name: recipe})
     array: Array = read_arrays(stored, [job], options, reader)[entry.name]
     return array
-
-
-def _apart(job: Job) -> Iterable[StagedTarget]:
-    """The targets of a job on devices; of those that share memory, the first."""
-    first: dict[Hashable, StagedTarget] = {}
-    for target in job.targets.values():
-        if isinstance(target, StagedTarget):
-            first.setdefault(target if target.identity is None else target.identity, target)
-    return first.values()
 
 
 def _whole_arrays(jobs: Sequence[Job]) -> tuple[list[_WholeArray], list[Job], list[Job]]:

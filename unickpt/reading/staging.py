@@ -94,6 +94,15 @@ def stage(
     return starts
 
 
+def apart(targets: Iterable[ArrayTarget]) -> Iterable[StagedTarget]:
+    """Those on devices; of those that share memory, the first."""
+    first: dict[Hashable, StagedTarget] = {}
+    for target in targets:
+        if isinstance(target, StagedTarget):
+            first.setdefault(target if target.identity is None else target.identity, target)
+    return first.values()
+
+
 def pieces_of(entry: ArrayEntry, box: Box, most_bytes: int) -> list[Box]:
     """The parts of a box that are read apart, because no two of them need the same chunk.
 

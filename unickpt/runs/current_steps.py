@@ -202,7 +202,8 @@ class Steps:
         """Versions of the local tier that are complete in the root."""
 
     def close(self) -> None:
-        """Releases the folders for other jobs."""
+        """Releases the folders for other jobs, which may save later steps."""
+        self.newest.clear()
         for folder in self.all:
             folder.lease.give_back()
 

@@ -28,7 +28,6 @@ from unickpt.frameworks.process_group import (
 )
 from unickpt.options import SaveOptions
 from unickpt.references.chunks import WriteItem
-from unickpt.run_event import RunEvent, error_text, send_event
 from unickpt.save_report import SaveReport
 from unickpt.saving.describe import Description, describe
 from unickpt.saving.save_features import SaveFeatures
@@ -581,6 +580,8 @@ def call_metrics(options: SaveOptions, report: SaveReport) -> None:
 
 def send_failure(options: SaveOptions, url: str, group: Group, error: BaseException) -> None:
     """Sends `SaveOptions.metrics` the event that a save failed, at its very end."""
+    from unickpt.run_event import RunEvent, error_text, send_event
+
     place = group.index, group.count
     send_event(options.metrics, RunEvent("save failed", url, None, *place, error_text(error)))
 
