@@ -185,9 +185,7 @@ def moto() -> Iterator[str]:
     """The address of an S3 server on this machine."""
     from moto.server import ThreadedMotoServer  # slow to import
 
-    s3_server.hasten()
-    s3_server.keep_replaced()
-    s3_server.serialize_conditions()
+    s3_server.prepare_moto()
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0)
     server.start()
     host, port = server.get_host_and_port()

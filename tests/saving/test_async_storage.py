@@ -472,7 +472,7 @@ class Server:
     def __init__(self) -> None:
         self.fault: Fault | None = None
         self._lock = threading.Lock()
-        s3_server.hasten()
+        s3_server.prepare_moto()
         self._app = DomainDispatcherApplication(create_backend_app)
         self._server: BaseWSGIServer = make_server(
             "127.0.0.1", 0, self._answer, threaded=True, request_handler=_Handler

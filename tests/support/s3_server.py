@@ -6,14 +6,25 @@ import re
 import threading
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
+from functools import cache
 from typing import Any, NamedTuple
 from unittest import mock
 
 import pytest
 
 
-def keep_replaced() -> None:
+@cache
+def prepare_moto() -> None:
+    """Mends what moto lacks to answer several requests at the same time as S3 does; and hastens
+    it."""
+    _hasten()
+    _keep_replaced()
+    _serialize_conditions()
+    _list_whole()
+
+
+def _keep_replaced() -> None:
     """Has moto keep an object that is replaced until no request needs it: its answers to a PUT and
     a GET read the object too late, and fail."""
     from moto.s3.models import FakeKey
@@ -32,7 +43,7 @@ def keep_replaced() -> None:
     FakeKey.__init__, FakeKey.dispose = made, disposed
 
 
-def serialize_conditions() -> None:
+def _serialize_conditions() -> None:
     """Has moto check a condition and write in one step, as S3 does: between its own two, another
     request of a thread can write, and both would be told that they were first."""
     from moto.s3.responses import S3Response
@@ -49,7 +60,23 @@ def serialize_conditions() -> None:
         setattr(S3Response, name, answered)
 
 
-def hasten() -> None:
+def _list_whole() -> None:
+    """Has moto list again where another request of a thread changed the bucket meanwhile: its
+    listing fails then, which that of S3 does not."""
+    from moto.s3.models import S3Backend
+
+    answer = S3Backend.list_objects
+
+    def listed(self: Any, *args: Any, **kwargs: Any) -> Any:
+        for _ in range(100):
+            with suppress(KeyError, RuntimeError):
+                return answer(self, *args, **kwargs)
+        return answer(self, *args, **kwargs)
+
+    S3Backend.list_objects = listed
+
+
+def _hasten() -> None:
     """Leaves out what moto does for each request besides answering it.
 
     It lists its own folder, which is 40 % of the time that a small one takes; it writes a line of a
