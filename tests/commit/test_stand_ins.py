@@ -94,11 +94,14 @@ def test_others_write_for_a_process_that_is_stopped(
         assert unickpt.verify(path).ok
         assert same(unickpt.load(path), numbers(1))
         assert "process 2 made no progress" in forks.said(pids[0])
+        unickpt.copy(path, tmp_path / "copy")
     finally:
         os.kill(pids[2], signal.SIGCONT)
     assert [each.last for each in forks.wait_all(pids)] == ["saved again"] * 4
     assert same(unickpt.load(path), numbers(1))
     assert same(unickpt.load(f"{path}2"), numbers(2))
+    assert same(unickpt.load(tmp_path / "copy"), numbers(1))
+    assert not [*(tmp_path / "copy").glob("processes/*/00002")], "it may remove them meanwhile"
     folders = [folder.name for folder in path.glob("processes/*/*")]
     assert "00002" not in folders, "no checkpoint refers to its files"
     assert "records" not in folders
@@ -328,3 +331,62 @@ def test_a_process_is_waited_for_if_it_has_what_no_other_has(
         assert np.array_equal(stored["stage"][...], np.arange(7.0))
     if case == "a part of an array":
         assert np.array_equal(stored["own"][...], np.arange(15.0))
+
+
+FAILING = f"""
+import json, os, signal, sys, time
+from pathlib import Path
+sys.path.insert(0, {TESTS!r})
+import unickpt
+from support.saving import numbers
+from unickpt.commit import attempt, awaited_processes
+from unickpt.saving import writer
+
+path, index, session = ARGS
+awaited_processes._STOPPED_S = 0.6
+publish = attempt.Attempt.publish
+
+def fails(self, items):
+    while not list(Path(path).glob("processes/*/records/00001.at")):
+        time.sleep(0.01)
+    print("there", flush=True)
+    while not os.path.exists(f"{{path}}/manifest.ocdbt"):
+        time.sleep(0.01)
+    raise OSError("no space left here")
+
+def stops(self, record, kind=".ok"):
+    publish(self, record, kind)
+    if kind == ".more":
+        print("wrote more", flush=True)
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+if index == 1:
+    writer.ChunkWriter.write_all = fails
+if index == 2:
+    attempt.Attempt.publish = stops
+group = unickpt.ProcessGroup(index, 3, session)
+options = unickpt.SaveOptions(group=group, timeout_s={SECONDS}, chunk_bytes=4096)
+try:
+    unickpt.save(path, numbers(1), options=options)
+    said = "saved"
+except Exception as error:
+    said = str(error)
+print(json.dumps(said))
+"""
+
+
+def test_its_error_after_that_removes_nothing_of_others(forks: Forks, tmp_path: Path) -> None:
+    path, name = tmp_path / "c", session()
+    pids = [forks.start(FAILING, str(path), index, name) for index in range(3)]
+    until(lambda: "there" in forks.said(pids[1]))
+    os.kill(pids[1], signal.SIGSTOP)
+    until(lambda: "wrote more" in forks.said(pids[2]))
+    until(lambda: "saved" in forks.said(pids[0]))
+    os.kill(pids[1], signal.SIGCONT)
+    assert "no space left here" in forks.wait(pids[1]).last
+    os.kill(pids[2], signal.SIGCONT)
+    said = forks.wait(pids[2]).last
+    assert unickpt.verify(path).ok
+    assert same(unickpt.load(path), numbers(1))
+    assert said == "saved"
+    assert not list(path.glob("processes/*/00001"))

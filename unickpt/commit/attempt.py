@@ -247,10 +247,15 @@ class Attempt:
 
         Every process removes its own data, and that of processes that left before it. The last one
         to leave removes the rest, because the others read notes until then. If a process died, the
-        rest stays until the next save at this path, or the next `Checkpointer`.
+        rest stays until the next save at this path, or the next `Checkpointer`. A process whose
+        part others write removes only its own: they may commit.
         """
+        is_replaced = False
         with suppress(Exception):
-            if self.may_remove:
+            is_replaced = not self.is_alone and self.group.index in self.notes.replaced()
+            if is_replaced:
+                self.remove_unneeded()
+            elif self.may_remove:
                 self._remove_data({self.group.index})
         if not self.is_alone:
             self.notes.retry_error()  # a full disk may have room for a note now
@@ -260,7 +265,7 @@ class Attempt:
                 if self.location.foreign_files():
                     return  # as in `publish_error`: nothing was written
                 left, made = self.notes.leave(self._missing)
-            if not self.may_remove:
+            if not self.may_remove or (is_replaced and not self.notes.settled):
                 return
             if len(left) < self.group.count:
                 self._remove_data(left)
@@ -268,6 +273,11 @@ class Attempt:
             self.folder.remove(self.context)
             if self.location.is_local:
                 local_folders.remove_made(self.location.path, made)
+
+    def remove_unneeded(self) -> None:
+        """Removes the part of this process, which others have written."""
+        if self.location.shares_data:  # else others look for it, and may have added it up
+            self.own.remove(self.context)
 
     def _remove_data(self, processes: Iterable[int]) -> None:
         for process in processes:

@@ -299,7 +299,10 @@ class Notes:
         if errors:
             read = [self._notes.read(f"{_ERROR}{process:05d}") for process in errors[:8]]
             error_notes = [parse_note(r.result().value, _ErrorNote) or _ErrorNote() for r in read]
-            self.settled = self.settled or any(note.settles for note in error_notes)
+            if any(note.settles for note in error_notes):
+                replaced = self.replaced()
+                pairs = zip(errors, error_notes, strict=False)
+                self.settled |= any(note.settles and p not in replaced for p, note in pairs)
             # Of a process that died, rather than of those that have learned of it.
             process, note = next(
                 (pair for pair in zip(errors, error_notes, strict=False) if pair[1].verb != FAILED),
@@ -376,6 +379,10 @@ class Notes:
             return None
         return ours or {}
 
+    def replaced(self) -> set[int]:
+        """The processes whose part others write, as far as the coordinator has requested that."""
+        return replaced_in(self._folder.store(self._context))
+
     def announce(self, announcement: Announcement) -> None:
         """Announces the commit that is about to happen."""
         self._notes.write(_COMMIT, msgspec.json.encode(announcement)).result()
@@ -398,6 +405,12 @@ def end_note(process: int, verb: Verb, evidence: str) -> tuple[str, bytes]:
         verb, evidence: how its end was found.
     """
     return f"{_ERROR}{process:05d}", msgspec.json.encode(_ErrorNote(evidence, verb=verb))
+
+
+def replaced_in(attempt: KvStore) -> set[int]:
+    """As `Notes.replaced`, of the attempt in this folder."""
+    request = parse_note(attempt.read(f"notes/{REQUEST}").result().value, REQUESTED) or {}
+    return {process for process, chunks in request.items() if not chunks}
 
 
 def _list(store: KvStore) -> set[str]:

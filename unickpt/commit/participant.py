@@ -74,7 +74,7 @@ def _wait(attempt: Attempt, write_more: WriteMore) -> Totals:
         waits.until(lambda notes: is_committed(), everyone, OK)
         if mine is None:
             with suppress(Exception):  # no checkpoint refers to them
-                attempt.own.remove(attempt.context)
+                attempt.remove_unneeded()
                 attempt.notes.clear_records()
     assert totals is not None, "the wait ends with the commit"
     return totals

@@ -13,6 +13,7 @@ import tensorstore as ts
 import xxhash
 
 from unickpt.commit import borrowers, version
+from unickpt.commit.messages import replaced_in
 from unickpt.commit.root import Root
 from unickpt.commit.version import Version
 from unickpt.errors import (
@@ -394,7 +395,10 @@ def copy_files(
     folder = f"processes/{attempt}"
     source, copied = origin.child(folder), destination.child(folder)
     reader, writer = source.store(context), copied.store(context)
-    every = sorted(key.decode() for key in reader.list().result() if not key.startswith(_MESSAGES))
+    # What such a process wrote, it may remove at any moment.
+    unneeded = tuple(f"{process:05d}/".encode() for process in replaced_in(reader))
+    listed = [key for key in reader.list().result() if not key.startswith(_MESSAGES + unneeded)]
+    every = sorted(key.decode() for key in listed)
     existing_keys = {key.decode() for key in writer.list().result()} if resume else set[str]()
     keys = [key for key in every if key not in existing_keys and f"{folder}/{key}" not in without]
     _copy_values(keys, reader, writer, budget_bytes, progress)
