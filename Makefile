@@ -11,8 +11,8 @@ EDITABLE := --config-settings editable_mode=compat --editable
 
 # Tests start hundreds of interpreters, which would each compile all of unickpt.
 unexport PYTHONDONTWRITEBYTECODE
-# Three processes per core of a machine with two, as many tests wait for others: together 10 GB. Each
-# gets files as a whole, whose set-up is done once, and takes from others at the end.
+# Three processes per core of a machine with two, as many tests wait for others. Each gets
+# files as a whole, whose set-up is done once, and takes from others at the end.
 WORKERS ?= 6
 SPREAD := -n $(WORKERS) --dist worksteal
 

@@ -46,9 +46,8 @@ from unickpt.extend import (
 )
 
 HINTS: Collection[str] = tensor_parallel_boxes.HINTS
-TensorParallelRules = (
-    tensor_parallel_boxes.TensorParallelRules
-)  # for the trainer, by `format_named`
+# For the trainer, by `format_named`.
+TensorParallelRules = tensor_parallel_boxes.TensorParallelRules
 
 # Into how many chunks an array is cut, and the fewest bytes of a chunk.
 _CHUNKS, _LEAST_CHUNK = 16, 16 << 10

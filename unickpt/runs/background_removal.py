@@ -40,7 +40,7 @@ class Cleaning:
         """Waits until nothing is left to clean; raises nothing.
 
         Arguments:
-            most: how many cleanings may remain, of which the last saves each started one.
+            most: how many may remain; each save starts one.
         """
         self._work.wait(most)
 

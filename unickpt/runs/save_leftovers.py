@@ -1,8 +1,7 @@
-"""Orphans: finds and removes the remains of failed, killed and removed saves in a folder of
-checkpoints.
+"""Finds and removes the remains of failed, killed and removed saves in a folder of checkpoints.
 
-An orphan must consist only of output of saves. A folder with anything else in it, the target of a
-symbolic link, and files that a save may still be writing are not orphans.
+They are called orphans, and consist only of output of saves: a folder with anything else in it, the
+target of a symbolic link, and files that a save may still be writing are none.
 """
 
 from __future__ import annotations

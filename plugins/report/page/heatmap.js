@@ -12,15 +12,16 @@ const _MEASURES = [
   ["reused", "bytes not written again", (save) => save.reused, bytes],
   ["staged", "bytes staged", (save) => save.staged, bytes],
 ];
-const _MEANS =
-  "The bars beside rows and columns are their means: a slow host or stage stands out there.";
 const _BAR = 46,
   _LABEL = 54,
   _HEAD = 20,
   _TALLEST = 520;
 
 function heatSection(save) {
-  const box = section("Processes over the mesh", _MEANS);
+  const box = section(
+    "Processes over the mesh",
+    "The bars beside rows and columns are their means: a slow host or stage stands out there.",
+  );
   box.append(heatPicture(save, _MEASURES, (process) => describeProcess(save, process)));
   return box;
 }

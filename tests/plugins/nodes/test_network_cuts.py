@@ -10,6 +10,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -67,11 +68,12 @@ class HostCluster(Cluster):
 
 @pytest.fixture
 def cluster(processes: Processes, tmp_path: Path) -> Iterator[HostCluster]:
-    try:
-        with hosts.running(tmp_path, COUNT) as running:
-            yield HostCluster(processes, tmp_path, running)
-    except (OSError, subprocess.CalledProcessError) as error:
-        pytest.skip(f"no network namespaces: {error}")
+    with ExitStack() as stack:
+        try:
+            running = stack.enter_context(hosts.running(tmp_path, COUNT))
+        except (OSError, subprocess.CalledProcessError) as error:
+            pytest.skip(f"no network namespaces: {error}")
+        yield HostCluster(processes, tmp_path, running)
 
 
 @pytest.mark.parametrize("protection", PROTECTIONS)
