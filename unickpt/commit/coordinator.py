@@ -270,12 +270,19 @@ class Coordinator:
         if not attempt.root.replace(attempt.found, manifest, attempt.timeout_s, begun):
             attempt.become(AttemptState.FAILED)
             raise attempt.conflict()
-        needed = [process for process in self._processes if process not in self._replaced]
-        folders = [attempt.own] if attempt.is_alone else map(attempt.folder_of, needed)
-        if not all(folder.exists() for folder in folders):
+        if not (attempt.own.exists() if attempt.is_alone else self._folders_exist()):
             attempt.root.retract(manifest, attempt.timeout_s)
             attempt.become(AttemptState.FAILED)
             raise _files_gone(self._location)
+
+    def _folders_exist(self) -> bool:
+        """Whether all folders in which processes have written are still there."""
+        attempt = self.attempt
+        needed = [process for process in self._processes if process not in self._replaced]
+        if attempt.folder.is_local and attempt.folder.shares_data:  # one listing for all
+            names = attempt.folder.names(attempt.context)
+            return names.issuperset(f"{process:05d}" for process in needed)
+        return all(attempt.folder_of(process).exists() for process in needed)
 
     def _remove_older_attempts(self, older: Sequence[str]) -> None:
         """Removes files that no committed checkpoint needs; errors here are ignored.

@@ -181,7 +181,7 @@ class _ListedChunks:
         self, index: Index, records: Records, names: Names, winners: Mapping[str, int]
     ) -> None:
         counts = [len(record.chunks) for _, record in records]
-        tables = [np.ascontiguousarray(record.chunks).data for _, record in records]
+        tables = [record.chunks.tobytes() for _, record in records]
         rows = np.frombuffer(bytearray().join(tables), CHUNK_DTYPE)
         processes = np.array([process for process, _ in records], np.uint32)
         self.digest, self.process = rows["digest"], np.repeat(processes, counts)

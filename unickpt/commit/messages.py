@@ -112,9 +112,9 @@ class Record:
             raise ValueError("the record does not match its checksum")
         try:
             record = msgspec.msgpack.decode(body, type=cls, dec_hook=_as_table)
-        except (msgspec.MsgspecError, IndexError, RecursionError) as error:
+            record._check()
+        except (msgspec.MsgspecError, IndexError, OverflowError, RecursionError) as error:
             raise ValueError(f"the record is malformed: {error}") from None
-        record._check()
         return record
 
     def _check(self) -> None:
@@ -123,27 +123,15 @@ class Record:
         Raises:
             ValueError: one is not.
         """
-        more = [place for _, _, _, place in self.blobs.values()]
-        value_places = np.array([*more, *([self.described] if self.described else [])], PLACE_DTYPE)
         tables = self.chunks, self.additions, self.replicas
         if tuple(table.dtype for table in tables) != _TABLES:
             raise ValueError("a table has other columns")
-        tables_of = (self.chunks, ELSEWHERE), (self.additions, ELSEWHERE), (value_places, INLINE)
-        for table, least in tables_of:
-            if not len(table):
-                continue
-            file = table["file"]
-            first = int(file.min())
-            if first < least or int(file.max()) >= len(self.files):
-                raise ValueError("a value is in a file that is not listed")
-            if first >= 0:
-                continue
-            size = np.uint64(len(self.inline))
-            offset, length = (table[column][file == INLINE] for column in ("offset", "length"))
-            if (length > size).any() or (offset > size - np.minimum(length, size)).any():
-                raise ValueError("a value ends after all of them")
-            if (table["offset"][file == ELSEWHERE] >= len(self.bases)).any():
-                raise ValueError("it does not say where each value is")
+        self._check_places(self.chunks, ELSEWHERE)
+        self._check_places(self.additions, ELSEWHERE)
+        places = [place for _, _, _, place in self.blobs.values()]
+        places += [self.described] if self.described else []
+        if any(min(place) < 0 or place[0] >= len(self.files) for place in places):
+            self._check_places(np.array(places, PLACE_DTYPE), INLINE)
         for path in self.files:
             if path.startswith("/") or "\0" in path or ".." in path.split("/"):
                 raise ValueError(f"{path[:200]!r} is not a file of the process")
@@ -158,6 +146,31 @@ class Record:
             or not (is_next | is_first).all()
         ):
             raise ValueError("the added values do not match its chunks")
+
+    def _check_places(self, table: np.ndarray[Any, Any], least: int) -> None:
+        """Checks a table with places.
+
+        Arguments:
+            table: the table.
+            least: the lowest file that a place may have.
+
+        Raises:
+            ValueError: a place is not valid.
+        """
+        if not len(table):
+            return
+        file = table["file"]
+        first = int(file.min())
+        if first < least or int(file.max()) >= len(self.files):
+            raise ValueError("a value is in a file that is not listed")
+        if first >= 0:
+            return
+        size = np.uint64(len(self.inline))
+        offset, length = (table[column][file == INLINE] for column in ("offset", "length"))
+        if (length > size).any() or (offset > size - np.minimum(length, size)).any():
+            raise ValueError("a value ends after all of them")
+        if (table["offset"][file == ELSEWHERE] >= len(self.bases)).any():
+            raise ValueError("it does not say where each value is")
 
 
 def _as_bytes(table: np.ndarray[Any, Any]) -> tuple[int, bytes]:

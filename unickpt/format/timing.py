@@ -10,7 +10,7 @@ import math
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import islice, repeat
 from typing import Any
 
 import numpy as np
@@ -298,7 +298,7 @@ class Arrivals:
 def _values(statistics: Sequence[Mapping[str, float]]) -> NDArray[np.float64]:
     """The statistics of all processes, a row for each of `_STATISTICS`; an impossible value must
     not make the save fail."""
-    rows = [[record.get(name, 0) for name in _STATISTICS] for record in statistics]
+    rows = [[*map(record.get, _STATISTICS, repeat(0))] for record in statistics]
     # For NaN and a number, these two return the number.
     nonnegative: NDArray[np.float64] = np.fmax(np.array(rows, float).T, 0.0)
     clipped: NDArray[np.float64] = np.fmin(nonnegative, _MOST[:, None])

@@ -86,7 +86,12 @@ class RegularFiles:
 
     def _has_link(self, path: str) -> bool:
         """Whether a file below the folder, or a folder on the way to it, is a symbolic link."""
-        folder, _, name = path.rpartition("/")
+        is_link = path.rpartition("/")[2] == ".." or os.path.islink(self.folder + path)
+        return is_link or self._has_link_above(path)
+
+    def _has_link_above(self, path: str) -> bool:
+        """Whether a folder on the way to a file is a symbolic link."""
+        folder = path.rpartition("/")[0]
         try:
             identity = _identity(os.stat(self.folder + folder))
         except OSError:
@@ -99,7 +104,7 @@ class RegularFiles:
                     return True
             if identity is not None:
                 self._no_links[folder] = identity
-        return name == ".." or os.path.islink(self.folder + path)
+        return False
 
     def check(self, path: str) -> None:
         """Checks that TensorStore may open a file.
@@ -239,16 +244,19 @@ class RegularFiles:
             Failed: the storage failed.
         """
         full_path = self.folder + path
-        if not os.path.lexists(full_path):
+        try:
+            facts = os.lstat(full_path)
+        except (OSError, ValueError):
             return
         try:
-            size = self._look(path).st_size
+            if not stat.S_ISREG(facts.st_mode) or self._has_link_above(path):
+                facts = self._look(path)
         except Damaged:
             if os.path.lexists(full_path):
                 raise
             return  # removed meanwhile
-        if path == MANIFEST and size > MOST_MANIFEST_BYTES:
-            raise Damaged(f"{full_path} has {size} bytes, too many for a manifest")
+        if path == MANIFEST and facts.st_size > MOST_MANIFEST_BYTES:
+            raise Damaged(f"{full_path} has {facts.st_size} bytes, too many for a manifest")
 
 
 class _OpenFile:
