@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 import tensorstore as ts
 
 from unickpt.commit import root
-from unickpt.commit.messages import OK, Notes, Record, Totals
+from unickpt.commit.messages import OK, Notes, Record, Totals, replaced_in
 from unickpt.errors import SaveConflict, StorageError, out_of_memory
 from unickpt.format import index_json
 from unickpt.format.index import INDEX_KEY
@@ -252,9 +252,10 @@ class Attempt:
         """
         is_replaced = False
         with suppress(Exception):
-            is_replaced = not self.is_alone and self.group.index in self.notes.replaced()
+            if not self.is_alone:
+                is_replaced = self.group.index in replaced_in(self.folder.store(self.context))
             if is_replaced:
-                self.remove_unneeded()
+                remove_unneeded(self)
             elif self.may_remove:
                 self._remove_data({self.group.index})
         if not self.is_alone:
@@ -273,11 +274,6 @@ class Attempt:
             self.folder.remove(self.context)
             if self.location.is_local:
                 local_folders.remove_made(self.location.path, made)
-
-    def remove_unneeded(self) -> None:
-        """Removes the part of this process, which others have written."""
-        if self.location.shares_data:  # else others look for it, and may have added it up
-            self.own.remove(self.context)
 
     def _remove_data(self, processes: Iterable[int]) -> None:
         for process in processes:
@@ -352,3 +348,9 @@ class Attempt:
     def conflict(self, when: str = "during this save") -> SaveConflict:
         """The error that another job has committed at the same path."""
         return SaveConflict(f"{self.location}: another job committed here {when}{saved_apart()}")
+
+
+def remove_unneeded(attempt: Attempt) -> None:
+    """Removes the part of this process, which others have written."""
+    if attempt.location.shares_data:  # else others look for it, and may have added it up
+        attempt.own.remove(attempt.context)

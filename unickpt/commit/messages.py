@@ -313,7 +313,7 @@ class Notes:
             read = [self._notes.read(f"{_ERROR}{process:05d}") for process in errors[:8]]
             error_notes = [parse_note(r.result().value, _ErrorNote) or _ErrorNote() for r in read]
             if any(note.settles for note in error_notes):
-                replaced = self.replaced()
+                replaced = replaced_in(self._folder.store(self._context))
                 pairs = zip(errors, error_notes, strict=False)
                 self.settled |= any(note.settles and p not in replaced for p, note in pairs)
             # Of a process that died, rather than of those that have learned of it.
@@ -392,10 +392,6 @@ class Notes:
             return None
         return ours or {}
 
-    def replaced(self) -> set[int]:
-        """The processes whose part others write, as far as the coordinator has requested that."""
-        return replaced_in(self._folder.store(self._context))
-
     def announce(self, announcement: Announcement) -> None:
         """Announces the commit that is about to happen."""
         self._notes.write(_COMMIT, msgspec.json.encode(announcement)).result()
@@ -421,7 +417,11 @@ def end_note(process: int, verb: Verb, evidence: str) -> tuple[str, bytes]:
 
 
 def replaced_in(attempt: KvStore) -> set[int]:
-    """As `Notes.replaced`, of the attempt in this folder."""
+    """The processes whose part others write, as far as the coordinator has requested that.
+
+    Arguments:
+        attempt: the store of the attempt's folder.
+    """
     request = parse_note(attempt.read(f"notes/{REQUEST}").result().value, REQUESTED) or {}
     return {process for process, chunks in request.items() if not chunks}
 

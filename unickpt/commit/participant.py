@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 
-from unickpt.commit.attempt import Attempt, AttemptState
+from unickpt.commit.attempt import Attempt, AttemptState, remove_unneeded
 from unickpt.commit.awaited_processes import Waits
 from unickpt.commit.messages import JOB_BYTES, MORE, OK, REQUEST, Totals, WriteMore
 from unickpt.errors import ProcessFailed, SaveTimeout
@@ -74,7 +74,7 @@ def _wait(attempt: Attempt, write_more: WriteMore) -> Totals:
         waits.until(lambda notes: is_committed(), everyone, OK)
         if mine is None:
             with suppress(Exception):  # no checkpoint refers to them
-                attempt.remove_unneeded()
+                remove_unneeded(attempt)
                 attempt.notes.clear_records()
     assert totals is not None, "the wait ends with the commit"
     return totals
