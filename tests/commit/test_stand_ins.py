@@ -129,6 +129,53 @@ def test_it_may_go_on_at_any_moment(forks: Forks, tmp_path: Path) -> None:
         assert same(unickpt.load(path), numbers(1))
 
 
+TWO = """
+import json, os, sys, time
+from pathlib import Path
+import numpy as np
+import unickpt
+from unickpt.commit import attempt, awaited_processes
+from unickpt.commit.messages import Notes
+from unickpt.storage import errors
+
+path, index, session = ARGS
+awaited_processes._STOPPED_S = 0.6
+publish = attempt.Attempt.publish
+
+def stepped(self, record):
+    time.sleep(0.5)  # its report is there
+    print("there", flush=True)
+    time.sleep(0.5)
+    publish(self, record)
+
+def gone(self, record, kind):
+    raise errors.Failed("the records were removed meanwhile")
+
+if index > 0:
+    attempt.Attempt.publish = stepped
+if index == 1:
+    Notes.publish = gone
+group = unickpt.ProcessGroup(index, 3, session)
+options = unickpt.SaveOptions(group=group, timeout_s=30, chunk_bytes=4096)
+unickpt.save(path, {"w": np.arange(9000)}, options=options)
+print(json.dumps("saved"))
+"""
+
+
+def test_its_record_may_fail_as_others_remove_the_records(forks: Forks, tmp_path: Path) -> None:
+    path, name = tmp_path / "c", session()
+    pids = [forks.start(TWO, str(path), index, name) for index in range(3)]
+    for pid in pids[1:]:
+        until(lambda pid=pid: "there" in forks.said(pid))
+        os.kill(pid, signal.SIGSTOP)
+    assert forks.wait(pids[0]).last == "saved"
+    for pid in pids[1:]:
+        os.kill(pid, signal.SIGCONT)
+    assert [each.last for each in forks.wait_all(pids[1:])] == ["saved"] * 2
+    assert not [*path.glob("processes/*/0000[12]"), *path.glob("processes/*/records")]
+    assert np.array_equal(unickpt.load(path)["w"], np.arange(9000))
+
+
 RANK = """
 import os, sys, time
 import torch

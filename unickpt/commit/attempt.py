@@ -222,7 +222,11 @@ class Attempt:
         if self.is_alone:
             self.record = record
         else:
-            self.notes.publish(record, kind)
+            try:
+                self.notes.publish(record, kind)
+            except errors.Failed:  # after a commit without it, the records are removed
+                if self.group.index not in replaced_in(self.folder.store(self.context)):
+                    raise
         if self.arrivals is not None:
             self.arrivals.published()
 
