@@ -176,6 +176,42 @@ def test_its_record_may_fail_as_others_remove_the_records(forks: Forks, tmp_path
     assert np.array_equal(unickpt.load(path)["w"], np.arange(9000))
 
 
+LAST = """
+import json, time
+import numpy as np
+import unickpt
+from unickpt.commit import attempt, awaited_processes, liveness
+
+path, index, session = ARGS
+awaited_processes._STOPPED_S, liveness.LOOK_S = 0.6, 0.1
+publish = attempt.Attempt.publish
+
+def stepped(self, record):
+    time.sleep(0.5)  # its report is there
+    print("there", flush=True)
+    time.sleep(1)
+    publish(self, record)
+
+if index == 1:
+    attempt.Attempt.publish = stepped
+group = unickpt.ProcessGroup(index, 3, session)
+options = unickpt.SaveOptions(group=group, timeout_s=30, chunk_bytes=4096)
+unickpt.save(path, {"w": np.arange(9000)}, options=options)
+print(json.dumps("saved"))
+"""
+
+
+def test_the_others_may_have_ended_when_it_goes_on(forks: Forks, tmp_path: Path) -> None:
+    path, name = tmp_path / "c", session()
+    first, stopped, last = [forks.start(LAST, str(path), index, name) for index in range(3)]
+    until(lambda: "there" in forks.said(stopped))
+    os.kill(stopped, signal.SIGSTOP)
+    assert [each.last for each in forks.wait_all([first, last])] == ["saved"] * 2
+    os.kill(stopped, signal.SIGCONT)
+    assert forks.wait(stopped).last == "saved"
+    assert not [*path.glob("processes/*/00001"), *path.glob("processes/*/notes/error-*")]
+
+
 RANK = """
 import os, sys, time
 import torch

@@ -203,11 +203,9 @@ class Neighbour:
         """
         attempt = self._attempt
         attempt.notes.poll()
-        if self._number == 0:
-            is_needed = attempt.root.read().digest == attempt.digest_found
-        else:
-            is_needed = _is_awaited(attempt.notes, self._number)
-        if is_needed:
+        if attempt.root.read().digest != attempt.digest_found:
+            return  # committed, after which processes may end
+        if self._number == 0 or _is_awaited(attempt.notes, self._number):
             attempt.notes.put(*end_note(self._number, verb, evidence))
             self._is_reported = True
 
