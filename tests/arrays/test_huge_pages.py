@@ -5,12 +5,14 @@ from __future__ import annotations
 import mmap
 import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 import unickpt
+from unickpt.frameworks import memory_budget
 from unickpt.frameworks.memory_budget import prefer_huge_pages
 
 torch = pytest.importorskip("torch")
@@ -18,6 +20,17 @@ pytestmark = pytest.mark.skipif(
     sys.platform != "linux" or not hasattr(mmap, "MADV_HUGEPAGE"), reason="Linux's advice"
 )
 MIB = 1 << 20
+
+
+@pytest.fixture(autouse=True)
+def reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The file of a machine that gives no memory back to its host, whatever this one does."""
+    file = tmp_path / "page_reporting_order"
+    file.write_text("-1\n")
+    monkeypatch.setattr(memory_budget, "_REPORTED_ORDER", str(file))
+    memory_budget._madvise.cache_clear()
+    yield file
+    memory_budget._madvise.cache_clear()
 
 
 def advised(address: int) -> bool:
@@ -67,3 +80,14 @@ def test_a_load_asks_for_them(tmp_path: Path) -> None:
     unickpt.load(tmp_path / "c", {"w": into})
     assert advised(address)
     assert torch.equal(into, source)
+
+
+def test_none_are_asked_of_the_host_of_a_virtual_machine(reported: Path) -> None:
+    reported.write_text("9\n")
+    memory = mapped(16 * MIB)
+    prefer_huge_pages(memory)
+    assert not advised(memory.ctypes.data + 8 * MIB)
+    reported.unlink()
+    memory_budget._madvise.cache_clear()
+    prefer_huge_pages(memory)
+    assert advised(memory.ctypes.data + 8 * MIB), "a kernel without the feature"

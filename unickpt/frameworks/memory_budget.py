@@ -7,10 +7,12 @@ import math
 import mmap
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate
 from numbers import Real
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 import numpy as np
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
 _ALIGN = 64  # bytes
 _SMALL = 1 << 20
 _STEP = 64 << 10
+_REPORTED_ORDER = "/sys/module/page_reporting/parameters/page_reporting_order"  # -1: none
 _WORTH_HUGE_PAGES = 4 << 20  # as NumPy does for its own arrays
 
 
@@ -43,7 +46,8 @@ def prefer_huge_pages(array: Array) -> None:
 
     The system provides memory on the first write, by default 4 KiB at a time: that takes as long as
     reading into it. NumPy requests huge pages itself, so its own memory is skipped; torch does not.
-    Pages that were already written are not affected.
+    Pages that were already written are not affected. Does nothing in a virtual machine that gives
+    free memory back to its host, which it does in huge pages: to get one again took 4 ms.
     """
     if array.nbytes < _WORTH_HUGE_PAGES or not array.flags.c_contiguous:
         return
@@ -62,10 +66,17 @@ def prefer_huge_pages(array: Array) -> None:
 @cache
 def _madvise() -> Any:
     madvise = getattr(ctypes.CDLL(None), "madvise", None)
-    if madvise is None or not hasattr(mmap, "MADV_HUGEPAGE"):
+    if madvise is None or not hasattr(mmap, "MADV_HUGEPAGE") or _gives_back():
         return None
     madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
     return madvise
+
+
+def _gives_back() -> bool:
+    """Whether Linux reports free memory to the host of this virtual machine."""
+    with suppress(OSError, ValueError):  # without the feature, there is no such file
+        return int(Path(_REPORTED_ORDER).read_text()) >= 0
+    return False
 
 
 class HostBuffers:
