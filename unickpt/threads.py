@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from enum import Enum
-from typing import Generic, ParamSpec, TypeVar
+from functools import partial
+from typing import Any, Generic, ParamSpec, TypeVar
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -239,26 +240,45 @@ class Pool(ThreadPoolExecutor):
         self, threads: int, name: str = "unickpt worker", *, background: bool = False
     ) -> None:
         self._none = threads < 1
+        self._waiting: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
         super().__init__(max(1, threads), name, step_back if background else None)
 
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
         done: Future[T] = Future()
-        run = threading.Lock()  # a thread that starts after all must not run it again
-
-        def once() -> None:
-            if run.acquire(blocking=False) and done.set_running_or_notify_cancel():
-                settle(done, lambda: fn(*args, **kwargs))
-
-        if self._none:
-            once()
-            return done
+        self._waiting.append((done, partial(fn, *args, **kwargs)))
         try:
-            submitted = super().submit(once)
+            if self._none:
+                self._run_next()
+            else:
+                super().submit(self._run_next)
         except RuntimeError:
-            once()
-        else:  # a pool that is shut down may cancel it
-            submitted.add_done_callback(lambda ended: ended.cancelled() and done.cancel())
+            self._run_next()
         return done
+
+    def result(self, future: Future[T]) -> T:
+        """The result of work that was submitted here; until it is there, this thread works too."""
+        while not future.done() and self._waiting:
+            error = self._run_next()
+            if error is not None and not isinstance(error, Exception):
+                raise error  # such as KeyboardInterrupt, of this thread
+        return future.result()
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        while cancel_futures and self._waiting:
+            with suppress(IndexError):  # begun meanwhile
+                self._waiting.pop()[0].cancel()
+        super().shutdown(wait, cancel_futures=cancel_futures)
+
+    def _run_next(self) -> BaseException | None:
+        """Does the oldest work that no thread has begun, if there is any; returns its error."""
+        try:
+            done, work = self._waiting.popleft()
+        except IndexError:
+            return None
+        if not done.set_running_or_notify_cancel():
+            return None
+        settle(done, work)
+        return done.exception()
 
 
 EventKind = TypeVar("EventKind", bound=Enum)

@@ -46,6 +46,46 @@ def test_without_threads_the_caller_does_the_work(monkeypatch: pytest.MonkeyPatc
     assert calls == [1], "done once"
 
 
+def test_whoever_waits_for_work_does_what_no_thread_has_begun() -> None:
+    begun, go = threading.Event(), threading.Event()
+
+    def first() -> int:
+        begun.set()
+        assert go.wait(60)
+        return threading.get_ident()
+
+    def last() -> int:
+        go.set()
+        return threading.get_ident()
+
+    with Pool(1) as pool:
+        one, other = pool.submit(first), pool.submit(last)
+        assert begun.wait(60)
+        assert pool.result(one) != threading.get_ident()
+        assert pool.result(other) == threading.get_ident()
+        assert pool.submit(last).result(60) != threading.get_ident(), "its thread goes on"
+
+
+def test_an_interrupt_of_whoever_helps_is_raised_at_once() -> None:
+    begun, go = threading.Event(), threading.Event()
+
+    def first() -> None:
+        begun.set()
+        assert go.wait(60)
+
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    with Pool(1) as pool:
+        one, other = pool.submit(first), pool.submit(interrupted)
+        assert begun.wait(60)
+        with pytest.raises(KeyboardInterrupt):
+            pool.result(one)
+        go.set()
+        assert one.result(60) is None
+        assert other.done()
+
+
 class Meal(Enum):
     COOKED = auto()
     EATEN = auto()

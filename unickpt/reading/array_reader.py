@@ -169,12 +169,13 @@ def read_arrays(
             whole, nbytes, other_jobs = [], 0, batch.other_jobs
         if whole or other_jobs or on_devices:
             sizes = filled.counts.read_sizes
+            nbytes += sum(map(_NBYTES, other_jobs + on_devices))
             own_reader = (
-                nullcontext(reader) if reader else closing(ChunkReader(stored, sizes=sizes))
+                nullcontext(reader)
+                if reader
+                else closing(ChunkReader(stored, sizes=sizes, nbytes=nbytes))
             )
             with own_reader as chunk_reader:
-                if reader is None:
-                    chunk_reader.expect(nbytes + sum(map(_NBYTES, other_jobs + on_devices)))
                 budget = options.working_bytes
                 planner, window = Planner(stored, options.verify), Window(budget)
                 reads = _Reads(stored, chunk_reader, planner, window, filled, done)
@@ -329,7 +330,9 @@ class _Reads:
             other_jobs: all others.
         """
         left = [*other_jobs]
-        for batch in in_batches(whole, TASK_CHUNKS, self.reader.task_bytes, _NBYTES):
+        batches = [*in_batches(whole, TASK_CHUNKS, self.reader.task_bytes, _NBYTES)]
+        # The largest first: else one thread may read that at the end, and the others nothing.
+        for batch in sorted(batches, key=lambda batch: -sum(map(_NBYTES, batch))):
             left += self._start_whole(batch)
         for job in left:
             self._start(job)
@@ -435,7 +438,7 @@ class _Reads:
         ended = self.reader.submit_requests(batch.requests)
 
         def finish() -> None:
-            ended.result()
+            self.reader.result(ended)
             batch.finish(self.filled, self.done)
 
         self.window.add(nbytes, finish)

@@ -32,11 +32,21 @@ _MOST_THREADS = 32  # for remote storage, because each request crosses a network
 TASK_BYTES, _MOST_TASK_BYTES = 1 << 20, 16 << 20
 TASK_CHUNKS = 256
 _TASKS_PER_THREAD = 4
+# Up to so many bytes, which may be in the page cache, one thread per core reads from a disk: more
+# take the cores from each other while they hold the GIL.
+_FEW_BYTES = 256 << 20
 
 
 @cache
 def _local_threads() -> int:
     return min(_MOST_THREADS, max(4, 2 * (os.cpu_count() or 1)))
+
+
+def _threads_for(nbytes: int | None) -> int:
+    """How many read from a local folder."""
+    if nbytes is not None and nbytes < _FEW_BYTES:
+        return min(_local_threads(), os.cpu_count() or 1)
+    return _local_threads()
 
 
 class Task:
@@ -56,6 +66,7 @@ class ChunkReader:
         stored: the checkpoint.
         name, background: of the threads; see `Pool`.
         sizes: gets the bytes that were read together.
+        nbytes: how many will be read, if known.
     """
 
     def __init__(
@@ -65,19 +76,19 @@ class ChunkReader:
         *,
         background: bool = False,
         sizes: list[int] | None = None,
+        nbytes: int | None = None,
     ) -> None:
         self._sizes = sizes
-        threads = _MOST_THREADS if stored.location.is_remote else _local_threads()
+        is_remote = stored.location.is_remote
+        threads = _MOST_THREADS if is_remote else _threads_for(nbytes) - (not background)
         self._pool = Pool(threads, name, background=background)
+        self._helps = not (is_remote or background)
         self._files = ExitStack()
         self._files.enter_context(files_kept_open())
         self._stored, self._scratch, self._task = stored, Scratch(), Task()
         self.task_bytes = TASK_BYTES
-
-    def expect(self, nbytes: int) -> None:
-        """Sets the size of tasks, by the number of bytes in all."""
-        if not self._stored.location.is_remote:
-            task_bytes = nbytes // (_TASKS_PER_THREAD * _local_threads())
+        if nbytes is not None and not is_remote:
+            task_bytes = nbytes // (_TASKS_PER_THREAD * _threads_for(nbytes))
             self.task_bytes = min(max(task_bytes, TASK_BYTES), _MOST_TASK_BYTES)
 
     def submit(self, read: ChunkRead) -> list[Task]:
@@ -103,7 +114,12 @@ class ChunkReader:
         if task.future is None:
             self._flush()
         assert task.future is not None, "only the newest task has not started"
-        return task.future.result()
+        return self.result(task.future)
+
+    def result(self, future: Future[T]) -> T:
+        """The result of a future of this reader. This thread works, too: from the page cache, it
+        reads as fast as another one."""
+        return self._pool.result(future) if self._helps else future.result()
 
     def work(self, function: Callable[[T], object], items: Sequence[T]) -> None:
         """Calls a function with each item, on the threads."""
