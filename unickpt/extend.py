@@ -144,7 +144,7 @@ from unickpt.reading.checkpoint import again as reading_again
 from unickpt.reading.checkpoint import opened as opened_checkpoint
 from unickpt.reading.checkpoint import reading as reading_checkpoint
 from unickpt.reading.listing import Listed, checkpoints_below, other_folders
-from unickpt.references.chunks import Compared, Taken, ValuePlaces, WriteItem
+from unickpt.references.chunk_places import Compared, Taken, ValuePlaces, WriteItem
 from unickpt.references.policy import (
     Claim,
     DescribedSave,
@@ -171,8 +171,6 @@ from unickpt.storage.errors import (
     writing,
     writing_failed,
 )
-from unickpt.storage.local_files import RegularFiles, begin_flush, close_quietly, system_calls
-from unickpt.storage.local_files import closing as closing_file
 from unickpt.storage.local_folders import sync_folder
 from unickpt.storage.locations import Location, folders_below, folders_with
 from unickpt.storage.ocdbt import MANIFEST
@@ -180,6 +178,8 @@ from unickpt.storage.paths import LocalLocation, PathLike
 from unickpt.storage.paths import absolute as absolute_path
 from unickpt.storage.paths import context as storage_context
 from unickpt.storage.paths import resolve as resolve_path
+from unickpt.storage.regular_files import RegularFiles, begin_flush, close_quietly, system_calls
+from unickpt.storage.regular_files import closing as closing_file
 from unickpt.storage.schemes import Scheme
 from unickpt.storage.schemes import register as register_scheme
 from unickpt.storage.tensorstore_calls import Future as StorageFuture

@@ -24,7 +24,7 @@ from unickpt.extend import Sections
 from unickpt.format import chunk_encoding, chunk_grid, digest_table, index_json
 from unickpt.format import index as index_module
 from unickpt.format.index import ArrayEntry
-from unickpt.storage import local_files
+from unickpt.storage import regular_files
 from unickpt.types import Box, Layout, Mesh
 
 ZSTD = chunk_encoding.encoding_for("zstd")
@@ -684,13 +684,13 @@ def test_files_that_are_no_checkpoint_are_refused(forks: Forks, tmp_path: Path) 
 def test_metadata_of_any_size_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     unickpt.save(tmp_path, {"w": np.arange(3)})
     database(tmp_path).write("w/zarr.json", b" " * (8 << 20)).result()
-    read, real = [], local_files.RegularFiles.read
+    read, real = [], regular_files.RegularFiles.read
 
     def counted(self: Any, place: Any, may_be_sparse: bool = False) -> bytes:
         read.append(place.length)
         return real(self, place, may_be_sparse)
 
-    monkeypatch.setattr(local_files.RegularFiles, "read", counted)
+    monkeypatch.setattr(regular_files.RegularFiles, "read", counted)
     report = unickpt.verify(tmp_path)
     assert ["'w/zarr.json' differs" in str(d) for d in report.damage] == [True]
     assert max(read) < 1 << 20

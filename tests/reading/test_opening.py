@@ -27,7 +27,7 @@ from unickpt.format.ocdbt_reader import OcdbtReader
 from unickpt.loading import views
 from unickpt.reading import array_reader, checkpoint, chunk_reader, read_plan
 from unickpt.runs.checkpointer import Checkpointer
-from unickpt.storage import database, local_files, paths
+from unickpt.storage import database, paths, regular_files
 from unickpt.storage.btree import nodes
 from unickpt.storage.data_files import DataFile
 from unickpt.storage.database import Database
@@ -129,7 +129,7 @@ def test_what_is_replaced_while_it_is_read_is_read_again(
     place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     unickpt.save(place, tree(1))
-    monkeypatch.setattr(local_files, "_MOST_KEPT", 0)  # what is open already is read to its end
+    monkeypatch.setattr(regular_files, "_MOST_KEPT", 0)  # what is open already is read to its end
     left = replacing_once(monkeypatch, place)
     assert number_of(unickpt.load(place, tree(0))) == 2
     assert not left
@@ -207,7 +207,7 @@ def test_one_that_is_removed_while_it_is_read_is_told_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     unickpt.save(tmp_path / "step_1", tree(1))
-    monkeypatch.setattr(local_files, "_MOST_KEPT", 0)  # what is open already is read to its end
+    monkeypatch.setattr(regular_files, "_MOST_KEPT", 0)  # what is open already is read to its end
     before_chunks(monkeypatch, lambda: Checkpointer(tmp_path)._steps.root.remove(1))
     with pytest.raises(CheckpointNotFound, match="and was removed while it was being read"):
         unickpt.load(tmp_path / "step_1")

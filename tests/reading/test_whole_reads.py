@@ -23,7 +23,7 @@ from unickpt.format import digest_table
 from unickpt.format.index import DigestBlocks
 from unickpt.format.verified_chunks import ChunkStore
 from unickpt.reading import array_reader
-from unickpt.storage.local_files import RegularFiles
+from unickpt.storage.regular_files import RegularFiles
 
 FAST = SaveOptions(fsync=False, chunk_bytes=4 << 10)
 DTYPES = [np.float32, np.int8, ml_dtypes.bfloat16, np.bool_, np.float64, ml_dtypes.int4, np.uint16]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from unickpt.errors import CheckpointCorrupt, StorageError
-from unickpt.storage import errors, local_files, paths, tensorstore_calls
+from unickpt.storage import errors, paths, regular_files, tensorstore_calls
 from unickpt.storage.errors import Damaged, Failed, MissingFolder
 from unickpt.storage.locations import folders_with
 
@@ -48,7 +48,7 @@ def test_the_number_of_the_operating_system_is_kept() -> None:
         raise OSError("RESOURCE_EXHAUSTED: Failed to write: \\x41 [os_error_code='28'] [a='b']")
     assert caught.value.errno == errno.ENOSPC
     assert str(caught.value) == "RESOURCE_EXHAUSTED: Failed to write: A"
-    with pytest.raises(Failed) as caught, local_files.system_calls():
+    with pytest.raises(Failed) as caught, regular_files.system_calls():
         raise OSError(errno.ENOSPC, "No space left on device")
     assert caught.value.errno == errno.ENOSPC
 

@@ -14,9 +14,9 @@ import pytest
 from support.forks import Forks
 
 import unickpt
-from unickpt.storage import local_files
+from unickpt.storage import regular_files
 from unickpt.storage.errors import Damaged
-from unickpt.storage.local_files import RegularFiles, files_kept_open
+from unickpt.storage.regular_files import RegularFiles, files_kept_open
 
 
 def open_here(folder: Path) -> list[str]:
@@ -39,14 +39,14 @@ def text(files: RegularFiles, path: str) -> bytes:
 def opened(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The paths that are opened."""
     paths: list[str] = []
-    really = local_files.open_to_read
+    really = regular_files.open_to_read
 
     def open_to_read(path: str) -> int:
         paths.append(os.path.basename(path))
         time.sleep(0.001)  # as on the file system of a cluster
         return really(path)
 
-    monkeypatch.setattr(local_files, "open_to_read", open_to_read)
+    monkeypatch.setattr(regular_files, "open_to_read", open_to_read)
     return paths
 
 
@@ -66,7 +66,7 @@ def test_a_file_is_opened_once_while_files_are_kept_open(tmp_path: Path, opened:
 
 
 def test_few_files_are_kept_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(local_files, "_MOST_KEPT", 3)
+    monkeypatch.setattr(regular_files, "_MOST_KEPT", 3)
     for name in "abcdef":
         (tmp_path / name).write_text(name)
     files = RegularFiles(f"{tmp_path}/")
@@ -131,17 +131,17 @@ def test_a_fork_reads_on_its_own(tmp_path: Path, forks: Forks) -> None:
     (tmp_path / "a").write_bytes(b"one")
     source = """
 import os, signal
-from unickpt.storage import local_files
-files = local_files.RegularFiles(ARGS[0])
-with local_files.files_kept_open():
+from unickpt.storage import regular_files
+files = regular_files.RegularFiles(ARGS[0])
+with regular_files.files_kept_open():
     with files.opened("a") as parent:
         pass
-    local_files._kept._lock.acquire()  # as by a thread that the child does not have
+    regular_files._kept._lock.acquire()  # as by a thread that the child does not have
     if (child := os.fork()) == 0:
         signal.alarm(20)
-        with local_files.files_kept_open(), files.opened("a") as handle:
+        with regular_files.files_kept_open(), files.opened("a") as handle:
             os._exit(0 if os.pread(handle, 9, 0) == b"one" else 1)
-    local_files._kept._lock.release()
+    regular_files._kept._lock.release()
     assert os.waitpid(child, 0)[1] == 0
     assert os.pread(parent, 9, 0) == b"one"
 """

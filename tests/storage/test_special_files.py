@@ -19,8 +19,8 @@ import unickpt
 from unickpt import LoadOptions
 from unickpt.storage.database import Database
 from unickpt.storage.errors import Damaged
-from unickpt.storage.local_files import RegularFiles
 from unickpt.storage.paths import resolve
+from unickpt.storage.regular_files import RegularFiles
 
 
 @pytest.fixture(params=[None, "zstd"])

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 
 from unickpt.errors import CheckpointCorrupt, UnsupportedFormat
 from unickpt.format.crc32 import ChecksummedRanges, Parts
-from unickpt.storage import local_files, paths
+from unickpt.storage import paths, regular_files
 from unickpt.storage.errors import Damaged
-from unickpt.storage.local_files import RegularFiles
 from unickpt.storage.locations import Location, folders_with
 from unickpt.storage.ocdbt import MANIFEST
+from unickpt.storage.regular_files import RegularFiles
 from unickpt.storage.tensorstore_calls import KvStore
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ class Files:
     threads.
 
     Only regular files are opened, and only in the location: symbolic links are followed as
-    `local_files.RegularFiles` says. The location itself may be a link.
+    `regular_files.RegularFiles` says. The location itself may be a link.
 
     Arguments:
         location: the folder; or the file, if it is one.
@@ -74,7 +74,7 @@ class Files:
             return [self.single]
         if self._folder is None:
             return [name for name in self.names if "/" not in name]
-        with local_files.system_calls():
+        with regular_files.system_calls():
             try:
                 with os.scandir(self._folder) as entries:
                     return sorted(entry.name for entry in entries if not _is_folder(entry))
@@ -93,7 +93,7 @@ class Files:
         if self._folder is None:
             return sorted(key.decode(errors="replace") for key in self._store.list().result())
         names = []
-        with local_files.system_calls():
+        with regular_files.system_calls():
             for folder, _, files in os.walk(self._folder, followlinks=False):
                 below = os.path.relpath(folder, self._folder)
                 names += [name if below == "." else f"{below}/{name}" for name in files]
@@ -221,7 +221,7 @@ class Files:
             out[:] = self._fetch(file, slice(offset, offset + len(out)))
             return
         path = self._local.folder + file
-        with self._local.opened(file) as handle, local_files.system_calls("read", path):
+        with self._local.opened(file) as handle, regular_files.system_calls("read", path):
             while out:
                 count = os.preadv(handle, [out], offset)
                 if count == 0:

@@ -24,7 +24,7 @@ from unickpt.reading.load_options import LoadOptions
 from unickpt.reading.read_plan import Consumer, Planner, TargetBox, consumers_of
 from unickpt.reading.recipes import Recipe, Unchanged
 from unickpt.reading.targets import NewTarget, put
-from unickpt.storage.local_files import files_kept_open
+from unickpt.storage.regular_files import files_kept_open
 from unickpt.threads import Window, in_batches
 
 if TYPE_CHECKING:

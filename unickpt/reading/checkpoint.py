@@ -13,8 +13,8 @@ from unickpt.format import ocdbt_reader
 from unickpt.format.reader_protocol import Reader
 from unickpt.quoting import counted, first_few, printable, quoted, size_text
 from unickpt.storage import paths
-from unickpt.storage.local_files import files_kept_open
 from unickpt.storage.locations import Location
+from unickpt.storage.regular_files import files_kept_open
 from unickpt.threads import collection_paused
 from unickpt.trees import tree_json
 

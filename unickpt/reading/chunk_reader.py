@@ -18,7 +18,7 @@ from unickpt.format import chunk_grid
 from unickpt.format.reader_protocol import Reader, Request
 from unickpt.frameworks.memory_budget import Scratch
 from unickpt.reading.read_plan import ChunkRead, narrowed
-from unickpt.storage.local_files import files_kept_open
+from unickpt.storage.regular_files import files_kept_open
 from unickpt.threads import Pool, in_batches
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from unickpt.errors import StateChanged
 from unickpt.frameworks import memory_budget
 from unickpt.frameworks.adapter_protocol import Memory, Transfer
 from unickpt.frameworks.memory_budget import MOST_WORKING, HostBuffers, share
-from unickpt.references.chunks import WriteItem
+from unickpt.references.chunk_places import WriteItem
 from unickpt.saving.snapshot_policy import BACKGROUND, SnapshotMethod, SnapshotPolicy
 from unickpt.saving.task import SaveTask
 from unickpt.saving.write_plan import Staged, WritePlan, naming

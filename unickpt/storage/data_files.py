@@ -20,8 +20,8 @@ import tensorstore as ts
 
 from unickpt.storage import paths
 from unickpt.storage.btree.builder import MOST_INLINE
-from unickpt.storage.local_files import begin_flush, close_quietly, closing, system_calls
 from unickpt.storage.locations import Location
+from unickpt.storage.regular_files import begin_flush, close_quietly, closing, system_calls
 from unickpt.storage.tensorstore_calls import KvStore
 
 FOLDER = "d"

@@ -18,9 +18,9 @@ from unickpt.storage import ocdbt
 from unickpt.storage.btree import nodes
 from unickpt.storage.btree.nodes import NodeColumn
 from unickpt.storage.errors import Damaged, Failed
-from unickpt.storage.local_files import RegularFiles, system_calls
 from unickpt.storage.locations import Location
 from unickpt.storage.ocdbt import DatabaseReader, ReadyResult
+from unickpt.storage.regular_files import RegularFiles, system_calls
 from unickpt.storage.tensorstore_calls import KvStore
 
 if TYPE_CHECKING:

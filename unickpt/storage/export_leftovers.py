@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 
 from unickpt.storage import local_folders
-from unickpt.storage.local_files import system_calls
+from unickpt.storage.regular_files import system_calls
 
 # Killed exports leave next to local destinations: their output, or the checkpoint with which it was
 # exchanged; the former checkpoint, where names cannot be exchanged; and messages between processes.

@@ -18,7 +18,7 @@ from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
 from unickpt.storage.errors import Failed, LockHeld
-from unickpt.storage.local_files import check_regular, close_quietly, closing, system_calls
+from unickpt.storage.regular_files import check_regular, close_quietly, closing, system_calls
 
 LOCK_SUFFIX = ".__lock"
 _TIMES_PARENTS_MAY_VANISH = 100

@@ -16,9 +16,9 @@ import tensorstore as ts
 
 from unickpt.storage import local_folders
 from unickpt.storage.errors import Failed, MissingFolder
-from unickpt.storage.local_files import RegularFiles, system_calls
 from unickpt.storage.local_folders import LOCK_SUFFIX, StoredFile
 from unickpt.storage.ocdbt import MANIFEST
+from unickpt.storage.regular_files import RegularFiles, system_calls
 from unickpt.storage.tensorstore_calls import KvStore
 
 

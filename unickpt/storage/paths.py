@@ -17,10 +17,10 @@ import tensorstore as ts
 
 from unickpt.errors import InvalidPath, StorageError
 from unickpt.storage import local_folders, ocdbt, schemes
-from unickpt.storage.local_files import LocalKvStore, RegularFiles, system_calls
 from unickpt.storage.local_folders import LOCK_SUFFIX
 from unickpt.storage.locations import Location
 from unickpt.storage.ocdbt import MANIFEST, RETIRED
+from unickpt.storage.regular_files import LocalKvStore, RegularFiles, system_calls
 from unickpt.storage.tensorstore_calls import KvStore
 
 _OURS = ("processes", RETIRED, MANIFEST)

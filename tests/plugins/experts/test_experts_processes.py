@@ -275,7 +275,7 @@ STEPS = [
     ("plugins.experts.partial_save.PartialSave:select", "during"),
     ("plugins.incremental.base.Base:take_spans", "before"),
     ("plugins.incremental.base.Base:take_spans", "during"),
-    ("storage.local_files.RegularFiles:link", "after"),
+    ("storage.regular_files.RegularFiles:link", "after"),
     ("plugins.incremental.base.Base:read", "during"),
     ("plugins.incremental.linked_files.LinkedFiles:take", "during"),
     ("saving.writer.ChunkWriter:write_more", "during"),

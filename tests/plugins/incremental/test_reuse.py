@@ -17,9 +17,9 @@ from support.saving import same
 import unickpt
 from unickpt import Checkpointer, CheckpointNotFound, SaveOptions
 from unickpt.format.chunk_values import ChunkValues
-from unickpt.references.chunks import WriteItem
+from unickpt.references.chunk_places import WriteItem
 from unickpt.saving.write_plan import DirectSource, StagedChunk
-from unickpt.storage import local_files
+from unickpt.storage import regular_files
 
 CHUNK = 4096
 ROWS = 64
@@ -279,7 +279,7 @@ def test_linked_files_are_flushed(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         real(handle)
 
     monkeypatch.setattr(os, "fsync", flush)
-    monkeypatch.setattr(local_files, "_flush_data", flush)
+    monkeypatch.setattr(regular_files, "_flush_data", flush)
     for fsync in (False, True):
         path = tmp_path / str(fsync)
         options = SaveOptions(chunk_bytes=CHUNK, base=tmp_path / "a", fsync=fsync)

@@ -142,8 +142,8 @@ def test_a_process_whose_replica_differs_gives_none_of_its_chunks(tmp_path: Path
 REUSES = ("digest", "patch")
 STEPS = [
     ("plugins.incremental.base.Base:offer", "during"),
-    ("storage.local_files.RegularFiles:link", "before"),
-    ("storage.local_files.RegularFiles:link", "after"),
+    ("storage.regular_files.RegularFiles:link", "before"),
+    ("storage.regular_files.RegularFiles:link", "after"),
     ("plugins.incremental.linked_files.LinkedFiles:take", "during"),
     ("plugins.incremental.linked_files.LinkedFiles:take", "after"),
 ]

@@ -20,7 +20,7 @@ import unickpt
 from unickpt import Checkpointer, SaveOptions
 from unickpt.plugins.incremental import unchanged
 from unickpt.plugins.incremental.change_samples import ArraySample
-from unickpt.storage.local_files import RegularFiles
+from unickpt.storage.regular_files import RegularFiles
 
 CHUNK = 4096
 
