@@ -124,10 +124,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             items[:] = [item for item in items if selects(item.nodeid)]
 
 
-def pytest_collection_finish() -> None:
-    """Has the garbage collector pass over torch, JAX and all tests no more."""
-    gc.collect()
-    gc.freeze()
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, Any, Any]:
+    """Has the garbage collector pass over torch, JAX and all tests once, and then no more."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.collect()
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)  # around the one that turns exceptions into skips

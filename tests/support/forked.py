@@ -258,6 +258,7 @@ class Forked:
 def _serve(lock: str, modules: Sequence[str]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the tests' process handles it
     listener = socket.socket(fileno=os.dup(0))
+    gc.disable()  # what modules define stays
     for module in modules:
         with contextlib.suppress(ModuleNotFoundError):  # a tree without plug-ins, of `make core`
             importlib.import_module(module)
@@ -265,6 +266,7 @@ def _serve(lock: str, modules: Sequence[str]) -> None:
         sys.modules["torch"].set_num_threads(1)
     gc.collect()
     gc.freeze()  # the collector of a process need not write to all that it has from here
+    gc.enable()
     ended, wake = os.pipe()
     os.set_blocking(ended, False)
     os.set_blocking(wake, False)
