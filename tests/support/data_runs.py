@@ -17,9 +17,9 @@ from support.processes import Processes
 
 TESTS = Path(__file__).parent.parent
 MAIN = """
-from support.data_ranks import main
-
 if __name__ == "__main__":  # not in worker processes that are started anew
+    from support.data_ranks import main
+
     main()
 """
 
