@@ -40,14 +40,14 @@ def test_a_run_fails_what_is_long_without_a_mark_and_records_all(tmp_path: Path)
     (tmp_path / "conftest.py").write_text(conftest)
     (tmp_path / "test_run.py").write_text(A_RUN)
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = integration\n")
-    command = [sys.executable, "-m", "pytest", "-q", "-n", "2", "--rootdir", str(tmp_path)]
-    env = {**os.environ, "PYTHONPATH": TESTS}
+    command = [sys.executable, "-m", "pytest", "-q", "--rootdir", str(tmp_path)]
+    env = {**os.environ, "PYTHONPATH": TESTS, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
 
     def run(*arguments: str) -> str:
         words = [*command, *arguments]
         return subprocess.run(words, cwd=tmp_path, env=env, capture_output=True, text=True).stdout
 
-    said = run()
+    said = run("-p", "xdist", "-n", "2")
     assert "1 failed, 4 passed" in said
     assert "FAILED test_run.py::test_long" in said
     assert "A test that is not marked may take 1.5 s" in said
