@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import threading
 import time
@@ -210,6 +211,59 @@ def test_the_others_may_have_ended_when_it_goes_on(forks: Forks, tmp_path: Path)
     os.kill(stopped, signal.SIGCONT)
     assert forks.wait(stopped).last == "saved"
     assert not [*path.glob("processes/*/00001"), *path.glob("processes/*/notes/error-*")]
+
+
+KEEPS = """
+import dataclasses, json, time
+import numpy as np
+import unickpt
+from unickpt.commit import awaited_processes
+from unickpt.saving import writer
+
+base, path, index, session = ARGS
+awaited_processes._STOPPED_S = 0.6
+write_all = writer.ChunkWriter.write_all
+
+def stepped(self, items):
+    writer.ChunkWriter.write_all = write_all
+    time.sleep(0.5)  # its report is there
+    print("there", flush=True)
+    time.sleep(0.5)
+    return write_all(self, items)
+
+group = unickpt.ProcessGroup(index, 3, session)
+options = unickpt.SaveOptions(group=group, timeout_s=30, chunk_bytes=4096)
+first = {"kept": np.arange(60_000), "w": np.zeros(9000)}
+changed = dataclasses.replace(options, changed={"kept": False})
+unickpt.save_async(base, first, options=changed).result()
+if index == 1:
+    writer.ChunkWriter.write_all = stepped
+reusing = dataclasses.replace(options, base=base, changed={"kept": False})
+state = {"kept": np.arange(60_000), "w": np.arange(9000.0)}
+pending = unickpt.save_async(path, state, options=reusing)
+pending.result()
+print("saved", flush=True)
+unickpt.save(path + "2", state, options=options)
+print(json.dumps("saved again"))
+"""
+
+
+@pytest.mark.plugins
+def test_what_it_would_reuse_may_be_gone_when_it_goes_on(forks: Forks, tmp_path: Path) -> None:
+    """Retention removes the base after the commit."""
+    state = {"kept": np.arange(60_000), "w": np.arange(9000.0)}
+    base, path, name = tmp_path / "base", tmp_path / "c", session()
+    pids = [forks.start(KEEPS, str(base), str(path), index, name) for index in range(3)]
+    until(lambda: "there" in forks.said(pids[1]))
+    os.kill(pids[1], signal.SIGSTOP)
+    for pid in (pids[0], pids[2]):
+        until(lambda pid=pid: "saved" in forks.said(pid))
+    shutil.rmtree(base)
+    os.kill(pids[1], signal.SIGCONT)
+    assert [each.last for each in forks.wait_all(pids)] == ["saved again"] * 3
+    assert unickpt.verify(path).ok
+    loaded = unickpt.load(path)
+    assert all(np.array_equal(loaded[key], state[key]) for key in state)
 
 
 RANK = """

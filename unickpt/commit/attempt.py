@@ -225,7 +225,7 @@ class Attempt:
             try:
                 self.notes.publish(record, kind)
             except errors.Failed:  # after a commit without it, the records are removed
-                if self.group.index not in replaced_in(self.folder.store(self.context)):
+                if not is_unneeded(self):
                     raise
         if self.arrivals is not None:
             self.arrivals.published()
@@ -256,8 +256,7 @@ class Attempt:
         """
         is_replaced = False
         with suppress(Exception):
-            if not self.is_alone:
-                is_replaced = self.group.index in replaced_in(self.folder.store(self.context))
+            is_replaced = is_unneeded(self)
             if is_replaced:
                 remove_unneeded(self)
             elif self.may_remove:
@@ -352,6 +351,13 @@ class Attempt:
     def conflict(self, when: str = "during this save") -> SaveConflict:
         """The error that another job has committed at the same path."""
         return SaveConflict(f"{self.location}: another job committed here {when}{saved_apart()}")
+
+
+def is_unneeded(attempt: Attempt) -> bool:
+    """Whether others write the part of this process."""
+    if attempt.is_alone:
+        return False
+    return attempt.group.index in replaced_in(attempt.folder.store(attempt.context))
 
 
 def remove_unneeded(attempt: Attempt) -> None:

@@ -12,10 +12,10 @@ from functools import cached_property, partial
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
-from unickpt.commit.attempt import Attempt
+from unickpt.commit.attempt import Attempt, is_unneeded
 from unickpt.commit.coordinator import Committed, Coordinator
-from unickpt.commit.messages import Record, Totals, WriteMore
-from unickpt.errors import SaveConflict, SaveTimeout
+from unickpt.commit.messages import NO_CHUNKS, Record, Totals, WriteMore
+from unickpt.errors import SaveConflict, SaveTimeout, StorageError
 from unickpt.format.index import Index
 from unickpt.frameworks.adapter_protocol import ArraySource
 from unickpt.frameworks.leaves import adapters, job_group
@@ -381,7 +381,13 @@ class SaveTask:
             observers=self.features.file_observers(self._attempt.own),
         )
         self._begin_reports(writer, reports)
-        record = writer.write_all(plan.own_items)
+        try:
+            record = writer.write_all(plan.own_items)
+        except StorageError as error:  # such as that the base was removed after the commit
+            if not is_unneeded(self._attempt):
+                raise
+            _log.warning("%s: others write the part of this process: %s", self.location, error)
+            record = Record(self.description.digest, NO_CHUNKS)
         for observer in writer.observers:
             observer.end(record.files)
         if self.description.selection is not None:
