@@ -44,8 +44,9 @@ class AttemptState(Enum):
     OPEN = auto()
     """The destination has not been checked yet, and nothing was written."""
     WRITING = auto()
-    """This process writes its part. Without its record the coordinator cannot commit, so it may
-    remove the part, and notify the others that this attempt can no longer succeed."""
+    """This process writes its part. Without its record the coordinator cannot commit, unless others
+    write the part (`is_unneeded`). It may remove the part, and notify the others that this attempt
+    can no longer succeed, which they believe unless they write the part."""
     PUBLISHED = auto()
     """This process has published its record, or tried to. The coordinator may commit at any moment,
     so nothing may be removed, and only the root shows whether the checkpoint exists."""
