@@ -23,6 +23,7 @@ from unickpt.frameworks.adapter_protocol import (
     Read,
     whole_source,
 )
+from unickpt.frameworks.memory_budget import new_array
 from unickpt.frameworks.process_group import Group
 from unickpt.trees.tree import Expansion
 
@@ -89,7 +90,7 @@ def target(leaf: Any) -> NumpyTarget:
 
 
 def empty(entry: Any, example: Any = None) -> Array:
-    return np.empty(entry.shape, dtypes.from_name(entry.dtype))
+    return new_array(entry.shape, dtypes.from_name(entry.dtype))
 
 
 def expand(obj: Any, name: str, stored: Mapping[str, Any] | None) -> Expansion | None:
@@ -136,7 +137,7 @@ class NumpyTarget:
         if self.in_place and self.leaf.dtype.isnative:
             view: Array = np.asarray(self.leaf)
             return view
-        return np.empty(self.shape, self.dtype)
+        return new_array(self.shape, self.dtype)
 
     def finish(self, buffers: Sequence[Array]) -> Any:
         (filled,) = buffers

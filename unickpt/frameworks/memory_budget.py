@@ -35,10 +35,12 @@ if TYPE_CHECKING:
     from unickpt.progress import Progress
 
 _ALIGN = 64  # bytes
+_BYTES = np.dtype(np.uint8)
 _SMALL = 1 << 20
 _STEP = 64 << 10
 _REPORTED_ORDER = "/sys/module/page_reporting/parameters/page_reporting_order"  # -1: none
 _WORTH_HUGE_PAGES = 4 << 20  # as NumPy does for its own arrays
+_WORTH_A_START = 128 << 10  # from here on, the C library gets memory of its own from the system
 
 
 def prefer_huge_pages(array: Array) -> None:
@@ -77,6 +79,24 @@ def _gives_back() -> bool:
     with suppress(OSError, ValueError):  # without the feature, there is no such file
         return int(Path(_REPORTED_ORDER).read_text()) >= 0
     return False
+
+
+def new_array(shape: Sequence[int], dtype: DType) -> Array:
+    """An array in new memory; a large one begins 32 bytes after a multiple of 64.
+
+    NumPy's begin 16 bytes after one, where the system copies half as fast from the page cache (64
+    MiB in 10.4 instead of 5.2 ms). JAX would share memory at the multiples themselves: its arrays
+    would change with those of NumPy from which they were made.
+
+    Arguments:
+        shape, dtype: of the array.
+    """
+    nbytes = math.prod(shape) * dtype.itemsize
+    if nbytes < _WORTH_A_START:
+        return np.empty(shape, dtype)
+    raw = np.empty(nbytes + _ALIGN, np.uint8)
+    start = (_ALIGN // 2 - raw.__array_interface__["data"][0]) % _ALIGN
+    return np.ndarray(shape, dtype, raw, start)
 
 
 class HostBuffers:
@@ -135,7 +155,7 @@ class Scratch(threading.local):
         sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in kinds]
         begins = list(accumulate((-(-size // _ALIGN) * _ALIGN for size in sizes), initial=0))
         if self._raw.nbytes < begins[-1]:
-            self._raw = np.empty(begins[-1], np.uint8)
+            self._raw = new_array((begins[-1],), _BYTES)
         return [
             self._raw[begin : begin + size].view(dtype).reshape(shape)
             for begin, size, (shape, dtype) in zip(begins, sizes, kinds, strict=False)

@@ -13,6 +13,7 @@ from unickpt.arrays.dtypes import Array
 from unickpt.errors import LoadMismatch
 from unickpt.format.index import ArrayEntry
 from unickpt.frameworks.adapter_protocol import ArrayTarget, DeviceMemory
+from unickpt.frameworks.memory_budget import new_array
 
 if TYPE_CHECKING:
     from unickpt.arrays.layout import Layout
@@ -45,7 +46,7 @@ class NewTarget:
         return ()
 
     def buffer(self, position: int) -> Array:
-        return np.empty(self.shape, self.dtype)
+        return new_array(self.shape, self.dtype)
 
     def finish(self, buffers: Sequence[Array]) -> Any:
         (filled,) = buffers
@@ -65,7 +66,7 @@ class NewMemory(NewTarget):
         self.layout = target.layout
 
     def buffer(self, position: int) -> Array:
-        return np.empty(self.boxes[position].shape, self.dtype)
+        return new_array(self.boxes[position].shape, self.dtype)
 
     def finish(self, buffers: Sequence[Array]) -> Sequence[Array]:
         return buffers
