@@ -28,6 +28,13 @@ def test_a_new_array_is_as_any_other(shape: tuple[int, ...], dtype: str) -> None
     assert array.flags.aligned
 
 
+def test_without_memory_the_error_has_the_shape() -> None:
+    with pytest.raises(MemoryError, match=r"shape \(65536, 1073741824\) and data type float32"):
+        new_array((1 << 16, 1 << 30), np.dtype(np.float32))
+    with pytest.raises(ValueError, match="array is too big"):
+        new_array((1 << 62, 1 << 20), np.dtype(np.float32))
+
+
 def address(array: Any) -> int:
     return int(array.__array_interface__["data"][0])
 

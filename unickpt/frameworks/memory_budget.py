@@ -94,7 +94,10 @@ def new_array(shape: Sequence[int], dtype: DType) -> Array:
     nbytes = math.prod(shape) * dtype.itemsize
     if nbytes < _WORTH_A_START:
         return np.empty(shape, dtype)
-    raw = np.empty(nbytes + _ALIGN, np.uint8)
+    try:
+        raw = np.empty(nbytes + _ALIGN, np.uint8)
+    except (MemoryError, ValueError):
+        return np.empty(shape, dtype)  # whose error has the shape
     start = (_ALIGN // 2 - raw.__array_interface__["data"][0]) % _ALIGN
     return np.ndarray(shape, dtype, raw, start)
 
