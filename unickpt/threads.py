@@ -35,7 +35,7 @@ class SerialExecutor:
         self._name, self._failed = name, failed
         self._work: deque[Callable[[], None]] = deque()
         self._changed = threading.Condition()
-        self._running = False
+        self._running = self._is_waiting = False
         self._thread: threading.Thread | None = None
 
     def add(self, work: Callable[[], None]) -> None:
@@ -54,8 +54,16 @@ class SerialExecutor:
         if self._thread is threading.current_thread():
             return
         with self._changed:
-            while len(self._work) + self._running > most:
+            while len(self._work) + self._running > most and not (most and self._is_waiting):
                 self._changed.wait()
+
+    def waits(self) -> None:
+        """Says that the caller is going to wait for other threads: if it is a piece of work, those
+        that wait until few remain go on, as it may wait for them."""
+        with self._changed:
+            if self._thread is threading.current_thread():
+                self._is_waiting = True
+                self._changed.notify_all()
 
     def _run(self) -> None:
         self._thread = threading.current_thread()
@@ -71,6 +79,7 @@ class SerialExecutor:
             except BaseException as error:
                 self._failed(error)
             with self._changed:
+                self._is_waiting = False
                 self._changed.notify_all()
 
 

@@ -8,7 +8,7 @@ from enum import Enum, auto
 
 import pytest
 
-from unickpt.threads import Events, Pool, Ticker
+from unickpt.threads import Events, Pool, SerialExecutor, Ticker
 
 
 def test_work_that_a_closed_pool_has_not_begun_is_cancelled() -> None:
@@ -131,3 +131,19 @@ def test_a_ticker_that_has_ticked_ticks_once_more_at_its_end() -> None:
     silent.start(ticks.append)
     silent.close()
     assert len(ticks) == count
+
+
+def test_work_that_waits_for_a_waiting_thread_is_not_waited_for() -> None:
+    errors = list[BaseException]()
+    executor, ended = SerialExecutor("test", errors.append), threading.Event()
+
+    def work() -> None:
+        executor.waits()
+        assert ended.wait(5)
+
+    executor.add(work)
+    executor.add(lambda: None)
+    executor.wait(1)
+    ended.set()
+    executor.wait()
+    assert errors == []

@@ -44,6 +44,11 @@ class Cleaning:
         """
         self._work.wait(most)
 
+    def waits(self) -> None:
+        """Says that the caller is going to wait for saves. It may be a user's function that a
+        removal calls: then no save waits for that."""
+        self._work.waits()
+
     def clean(self) -> None:
         """Removes the steps that no rule keeps, and copied steps from the local tier."""
         if self._left:

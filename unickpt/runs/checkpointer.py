@@ -505,6 +505,7 @@ class Checkpointer:
     # --- helpers -------------------------------------------------------------------------------
 
     def _drain(self) -> None:
+        self._cleaning.waits()
         self._queue.wait()
         if self._copying is not None:
             self._copying.wait()
