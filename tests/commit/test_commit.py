@@ -712,13 +712,13 @@ def test_two_jobs_that_overwrite_at_once(count: int, tmp_path: Path) -> None:
 
 
 def test_waiting_processes_ask_less_often_the_more_there_are(tmp_path: Path) -> None:
-    def pause(count: int, url: str | Path) -> float:
-        location = paths.resolve(url)
-        context = paths.context()
-        return Notes(location, ProcessGroup(0, count, "s"), context, 1).pause_s
+    def pause(index: int, count: int) -> float:
+        location = paths.resolve(tmp_path)
+        return Notes(location, ProcessGroup(index, count, "s"), paths.context(), 1).pause_s
 
-    assert pause(2, tmp_path) == 0.1
-    assert pause(4000, tmp_path) == 1
+    assert pause(1, 2) == 0.1
+    assert pause(1, 4000) == 1
+    assert pause(0, 4000) == 0.1, "the last record should not wait for the coordinator"
 
 
 @pytest.mark.parametrize("count", [150, pytest.param(2000, marks=pytest.mark.slow)])

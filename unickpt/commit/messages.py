@@ -24,6 +24,7 @@ from unickpt.format.chunk_grid import FULL_LINK
 from unickpt.format.index import BaseEntry, Index, nbytes_of
 from unickpt.frameworks.job_bytes import GroupBytes
 from unickpt.frameworks.process_group import Group
+from unickpt.storage import paths
 from unickpt.storage.btree.builder import INLINE, PLACE_DTYPE, PLACE_FIELDS
 from unickpt.storage.locations import Location
 from unickpt.storage.tensorstore_calls import KvStore
@@ -207,6 +208,9 @@ REQUEST, DESCRIPTION, JOB_BYTES = "request", "description-{:016x}", "job-{}"
 REQUESTED = dict[int, dict[str, list[int]]]
 """A request: for each process, arrays and the positions of their chunks; nothing for a process
 whose part others write (`stand_ins`)."""
+_PAUSE_PER_POLL = 4
+"""How many times as long as the last poll the longest pause may be; the coordinator's lists the
+records of all processes."""
 _COMMIT, _ERROR, _LEFT = "commit", "error-", "left-"
 _ERROR_NAME = re.compile(_ERROR + r"(\d{5,9})")
 _LEFT_NAME = re.compile(_LEFT + r"(\d{5,9})-(\d{1,4})")
@@ -290,8 +294,9 @@ class Notes:
 
     @property
     def pause_s(self) -> float:
-        """The longest pause between two polls; it grows with the number of processes."""
-        count = self._group.count
+        """The longest pause between two quick polls; for all but the coordinator, it grows with the
+        number of processes."""
+        count = self._group.count if self._group.index else 1
         return max(1.0, count / 1000) if self._folder.is_remote else max(0.1, count / 4000)
 
     def poll_now_and_then(self) -> None:
@@ -333,12 +338,15 @@ class Notes:
             ProcessFailed: as `poll`.
             TimeoutError: it took too long.
         """
-        deadline, pause = time.monotonic() + self._timeout_s, 0.002
+        began, pause = time.monotonic(), 0.002
+        deadline = began + self._timeout_s
         while not ready(notes := self.poll()):
-            if time.monotonic() > deadline:
+            now = time.monotonic()
+            if now > deadline:
                 raise TimeoutError
             time.sleep(pause)
-            pause = min(pause * 1.5, self.pause_s)
+            pause = min(pause * 1.5, max(self.pause_s, _PAUSE_PER_POLL * (now - began)))
+            began = time.monotonic()
         return notes
 
     def late(self, processes: Iterable[int], kind: str) -> list[int]:
@@ -352,7 +360,9 @@ class Notes:
         Raises:
             StorageError: one cannot be decoded.
         """
-        reads = [(process, self._records.read(f"{process:05d}{kind}")) for process in processes]
+        context = paths.for_small_objects(self._context)
+        store = self._folder.child("records").store(context)
+        reads = [(process, store.read(f"{process:05d}{kind}")) for process in processes]
         records = []
         for process, read in reads:
             try:

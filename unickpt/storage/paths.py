@@ -255,6 +255,11 @@ def context(*, fsync: bool = True) -> ts.Context:
     return ts.Context(resources, parent=root_context())
 
 
+def for_small_objects(context: ts.Context) -> ts.Context:
+    """The context, but for many small objects: with more requests at the same time."""
+    return ts.Context(dict(schemes.small_objects()), parent=context)
+
+
 def is_durable(context: ts.Context) -> bool:
     """Whether data written with a context is flushed to the disk."""
     return bool(context["file_io_sync"].to_json())

@@ -45,6 +45,7 @@ class Scheme:
         location: the class of its locations; `LocalLocation` if its driver is `file`.
         credentials: names, for messages about refused requests, their credentials.
         is_internal: whether only unickpt makes its URLs, so that `names` does not list it.
+        small_objects: resources instead of those, for many small objects at the same time.
     """
 
     name: str
@@ -53,6 +54,7 @@ class Scheme:
     location: type[Location] = Location
     credentials: Callable[[], str] | None = None
     is_internal: bool = False
+    small_objects: Mapping[str, Any] = field(default_factory=dict)
 
 
 def register(scheme: Scheme) -> None:
@@ -89,6 +91,11 @@ def names() -> list[str]:
 def resources() -> Sequence[Resources]:
     """The resources of the schemes that this process uses."""
     return [scheme.resources for scheme in _used_schemes()]
+
+
+def small_objects() -> Mapping[str, Any]:
+    """The resources for many small objects, of the schemes that this process uses."""
+    return {name: x for scheme in _used_schemes() for name, x in scheme.small_objects.items()}
 
 
 def _credentials() -> str:
