@@ -103,7 +103,7 @@ class LoadRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if entry is None or out.shape != source.shape or out.is_meta:
             return False
         name, whole = entry
-        copy = _copy_of(name, whole, source, out)
+        copy = None if source.dtype != whole.dtype else _copy_of(name, whole, source, out)
         if copy is None:
             return False
         key = out.data_ptr(), tuple(out.shape), out.stride()
@@ -118,8 +118,9 @@ class LoadRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.computed.add(name)
         if self._last_read is None or self._last_read[0] != name:
             self._last_read = name, self._read(name)
-        whole = self._last_read[1]
-        return whole.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+        whole = self._last_read[1].untyped_storage()
+        view = torch.empty(0, dtype=tensor.dtype)  # maybe not the stored one
+        return view.set_(whole, tensor.storage_offset(), tensor.shape, tensor.stride())
 
 
 def fragments_of(copies: Iterable[WeightCopy]) -> list[dict[str, Any]]:

@@ -130,7 +130,19 @@ def strides(a: Any, b: Any) -> Any:
     return torch.zeros(4, 6).copy_(a[::2])
 
 
-@pytest.mark.parametrize("load", [computes, asks_for_a_value, broadcasts, reshapes, strides])
+def copies_bits(a: Any, b: Any) -> Any:
+    return torch.zeros(8, 6, dtype=torch.int32).copy_(a.view(torch.int32))
+
+
+def computes_with_bytes(a: Any, b: Any) -> Any:
+    return a[2:].view(torch.uint8) >> 1
+
+
+COMPUTED = [computes, asks_for_a_value, broadcasts, reshapes, strides]
+COMPUTED += [copies_bits, computes_with_bytes]
+
+
+@pytest.mark.parametrize("load", COMPUTED)
 def test_all_else_reads_the_array(load: Callable[..., Any]) -> None:
     recording = Recording()
     expected = load(**{name: torch.from_numpy(array) for name, array in STORED.items()})
