@@ -16,6 +16,7 @@ from unickpt.integrations.serving.fill_record import FillRecord, storage_key
 from unickpt.types import LocalFragments
 
 Tensor = torch.Tensor
+_COPY = torch.ops.aten.copy_.default
 
 
 class WeightCopy(NamedTuple):
@@ -87,9 +88,10 @@ class LoadRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         if _is_view(func):
             return func(*args, **kwargs)
-        self.filled.add_outputs(func, args, kwargs)
-        if func is torch.ops.aten.copy_.default and self._record(*args[:2]):
+        if func is _COPY and self._record(*args[:2]):
+            self.filled.add(args[0])
             return args[0]
+        self.filled.add_outputs(func, args, kwargs)
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         if any(_overlap(c.tensor, tensor) for c in self._pending.values() for tensor in tensors):
             self.flush()
@@ -154,6 +156,8 @@ def _copy_of(name: str, whole: Tensor, source: Tensor, out: Tensor) -> WeightCop
     permuted or without axes of one element."""
     if not source.numel():
         return None
+    if source.shape == whole.shape and source.is_contiguous():  # most copies
+        return WeightCopy(name, tuple(whole.shape), Box.whole(whole.shape), out.detach())
     axis_of = {stride: i for i, stride in enumerate(whole.stride()) if whole.shape[i] > 1}
     longer = [i for i, length in enumerate(source.shape) if length > 1]
     axes = {axis_of.get(source.stride()[i]): i for i in longer}
