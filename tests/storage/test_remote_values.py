@@ -14,7 +14,15 @@ import unickpt
 from unickpt import CheckpointCorrupt, SaveOptions
 from unickpt.storage import paths
 from unickpt.storage.btree.nodes import DataReference
-from unickpt.storage.ocdbt import _GAP_BYTES, _MOST_TOGETHER, _neighbours
+from unickpt.storage.errors import Failed
+from unickpt.storage.ocdbt import (
+    _AHEAD_BYTES,
+    _GAP_BYTES,
+    _MOST_TOGETHER,
+    AheadFetch,
+    _neighbours,
+    fetch,
+)
 
 ARRAYS = {f"a{n:03d}": np.full(50 + n, n, np.int32) for n in range(300)}
 
@@ -42,6 +50,33 @@ def test_values_of_one_read_are_near_each_other(ranges: list[tuple[str, int, int
         assert all(np.array(begins[1:]) - ends[:-1] <= _GAP_BYTES)
 
 
+SIZES = {"f": _AHEAD_BYTES + 1000, "g": 300}
+FILES = {name: np.random.default_rng(7).bytes(size) for name, size in SIZES.items()}
+
+
+@given(
+    st.lists(
+        st.sampled_from(["f", "g"]).flatmap(
+            lambda name: st.tuples(
+                st.just(name), st.integers(0, SIZES[name] - 1), st.integers(0, SIZES[name])
+            )
+        ),
+        min_size=1,
+        max_size=6,
+    )
+)
+def test_what_is_read_ahead_is_what_the_files_have(ranges: list[tuple[str, int, int]]) -> None:
+    store = paths.resolve("memory://remote-values/ahead").store(paths.context())
+    for name, data in FILES.items():
+        store.write(name, data).result()
+    ahead = AheadFetch(store)
+    for name, first, length in ranges:
+        reference = DataReference(name, first, min(length, SIZES[name] - first))
+        assert ahead(reference) == fetch(store, reference)
+    with pytest.raises(Failed):
+        ahead(DataReference("f", SIZES["f"] - 10, 11))
+
+
 @pytest.mark.integration  # starts a server
 def test_small_arrays_of_a_bucket_are_read_together(
     moto: str, monkeypatch: pytest.MonkeyPatch
@@ -52,7 +87,9 @@ def test_small_arrays_of_a_bucket_are_read_together(
     with s3_server.requests() as seen:
         loaded = unickpt.load("s3://together/c", {k: np.zeros_like(v) for k, v in ARRAYS.items()})
     assert all(np.array_equal(loaded[name], array) for name, array in ARRAYS.items())
-    assert len([r for r in seen if r.method == "GET" and "/d/" in r.key]) <= 4, seen
+    keys = [request.key for request in seen if request.method == "GET"]
+    assert len([key for key in keys if "/d/" in key]) <= 4, seen
+    assert len([key for key in keys if "/root/" in key]) == 1, "the index lies beside the root node"
 
 
 @pytest.mark.plugins

@@ -218,8 +218,10 @@ class Database:
             return DatabaseReader(ocdbt.Tree(self._manifest, restoring(self.restorers, fetch)))
         if self._files is not None:
             return LocalDatabaseReader(ocdbt.Tree(self._manifest, self._files.read), self._files)
-        tree = ocdbt.Tree(self._manifest, partial(ocdbt.fetch, self._store))
-        return DatabaseReader(tree, self._store)
+        store = self._store
+        remote = self.location.is_remote
+        fetch = ocdbt.AheadFetch(store) if remote else partial(ocdbt.fetch, store)
+        return DatabaseReader(ocdbt.Tree(self._manifest, fetch), store)
 
     @cached_property
     def _files(self) -> RegularFiles | None:
