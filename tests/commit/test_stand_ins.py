@@ -7,7 +7,7 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -30,45 +30,83 @@ SECONDS = 60
 # --- processes that are stopped -------------------------------------------------------------------
 
 PROCESS = f"""
-import json, logging, sys, time
+import dataclasses, json, logging, os, sys, time
 from pathlib import Path
 sys.path.insert(0, {TESTS!r})
 import numpy as np
 import unickpt
 from support.saving import numbers
 from unickpt.commit import attempt, awaited_processes, liveness
+from unickpt.commit.messages import Notes
 from unickpt.saving import writer
+from unickpt.storage import errors
 
-path, index, count, session, doomed, step, is_async = ARGS
+path, index, count, session, order = ARGS
 logging.basicConfig(stream=sys.stdout, format="%(message)s")
-awaited_processes._STOPPED_S = 0.6
-holder = {{"write_all": writer.ChunkWriter, "publish": attempt.Attempt}}[step]
-real = getattr(holder, step)
+awaited_processes._STOPPED_S, liveness.LOOK_S = 0.6, 0.1
 
-def stepped(*arguments, **named):
-    setattr(holder, step, real)
+def replace(name, replacement):
+    holder = attempt.Attempt if name == "publish" else writer.ChunkWriter
+    real = getattr(holder, name)
+
+    def replaced(*arguments, **named):
+        setattr(holder, name, real)
+        replacement()
+        return real(*arguments, **named)
+
+    setattr(holder, name, replaced)
+
+def stops():
     while not list(Path(path).glob(f"processes/{{session}}-*/records/{{index:05d}}.at")):
         time.sleep(0.01)
     print("there", flush=True)
     time.sleep(0.5)
-    return real(*arguments, **named)
 
-if index == doomed:
-    setattr(holder, step, stepped)
+def gone(self, record, kind):
+    raise errors.Failed("the records were removed meanwhile")
+
 group = unickpt.ProcessGroup(index, count, session)
-options = unickpt.SaveOptions(group=group, timeout_s={SECONDS}, chunk_bytes=4096)
+options = unickpt.SaveOptions(
+    group=group, timeout_s={SECONDS}, chunk_bytes=4096, changed=order.get("changed")
+)
 state = numbers(1)
-if is_async:
-    pending = unickpt.save_async(path, state, options=options)
-    pending.wait_staged()
-    state["large"] += 1
-    pending.result()
-else:
-    unickpt.save(path, state, options=options)
-print("saved", flush=True)
-unickpt.save(path + "2", numbers(2), options=options)
-print(json.dumps("saved again"))
+if "base" in order:
+    unickpt.save_async(order["base"], state | {{"seed": 0}}, options=options).result()
+    options = dataclasses.replace(options, base=order["base"])
+if index in order["stopped"]:
+    replace(order["step"], stops)
+if index == 1 and "gone" in order:
+    Notes.publish = gone
+said = "saved"
+try:
+    if order.get("is_async"):
+        pending = unickpt.save_async(path, state, options=options)
+        pending.wait_staged()
+        if "changed" not in order:
+            state["large"] += 1
+        pending.result()
+    else:
+        unickpt.save(path, state, options=options)
+except unickpt.UnickptError as error:
+    said = str(error)
+print(said, flush=True)
+if "again" in order:
+    options = dataclasses.replace(options, base=None, changed=None)
+    unickpt.save(path + "2", numbers(2), options=options)
+    said += " again"
+print(json.dumps(said))
 """
+
+
+def start(
+    path: Path, forks: Forks, *, stopped: Sequence[int], step: str, count: int = 3, **order: Any
+) -> list[int]:
+    """The ids of processes that save; some say "there" before a step, where they may be stopped."""
+    order, name = {**order, "stopped": stopped, "step": step}, session()
+    pids = [forks.start(PROCESS, str(path), index, count, name, order) for index in range(count)]
+    for index in stopped:
+        until(lambda pid=pids[index]: "there" in forks.said(pid))
+    return pids
 
 
 def until(what: Callable[[], Any]) -> None:
@@ -83,11 +121,9 @@ def until(what: Callable[[], Any]) -> None:
 def test_others_write_for_a_process_that_is_stopped(
     step: str, is_async: bool, forks: Forks, tmp_path: Path
 ) -> None:
-    path, name = tmp_path / "c", session()
-    pids = [
-        forks.start(PROCESS, str(path), index, 4, name, 2, step, is_async) for index in range(4)
-    ]
-    until(lambda: "there" in forks.said(pids[2]))
+    path = tmp_path / "c"
+    order: dict[str, Any] = {"step": step, "is_async": is_async, "again": True}
+    pids = start(path, forks, count=4, stopped=[2], **order)
     os.kill(pids[2], signal.SIGSTOP)
     try:
         for index in (0, 1, 3):
@@ -112,14 +148,10 @@ def test_others_write_for_a_process_that_is_stopped(
 def test_it_may_go_on_at_any_moment(forks: Forks, tmp_path: Path) -> None:
     jobs = []
     for number in range(4):
-        path, name = tmp_path / f"c{number}", session()
-        args = path, 3, name, 1 + number % 2, "write_all", False
-        path_, count, *others = args
-        pids = [forks.start(PROCESS, str(path_), index, count, *others) for index in range(3)]
-        jobs.append((path, pids, pids[1 + number % 2]))
-    for _, _, stopped in jobs:
-        until(lambda pid=stopped: "there" in forks.said(pid))
-        os.kill(stopped, signal.SIGSTOP)
+        path, stopped = tmp_path / f"c{number}", 1 + number % 2
+        pids = start(path, forks, stopped=[stopped], step="write_all", again=True)
+        os.kill(pids[stopped], signal.SIGSTOP)
+        jobs.append((path, pids, pids[stopped]))
     began = time.monotonic()
     for at_s, (_, _, stopped) in zip((0.6, 0.75, 0.8, 0.85), jobs, strict=True):
         time.sleep(max(0.0, began + at_s - time.monotonic()))
@@ -130,82 +162,22 @@ def test_it_may_go_on_at_any_moment(forks: Forks, tmp_path: Path) -> None:
         assert same(unickpt.load(path), numbers(1))
 
 
-TWO = """
-import json, os, sys, time
-from pathlib import Path
-import numpy as np
-import unickpt
-from unickpt.commit import attempt, awaited_processes
-from unickpt.commit.messages import Notes
-from unickpt.storage import errors
-
-path, index, session = ARGS
-awaited_processes._STOPPED_S = 0.6
-publish = attempt.Attempt.publish
-
-def stepped(self, record):
-    time.sleep(0.5)  # its report is there
-    print("there", flush=True)
-    time.sleep(0.5)
-    publish(self, record)
-
-def gone(self, record, kind):
-    raise errors.Failed("the records were removed meanwhile")
-
-if index > 0:
-    attempt.Attempt.publish = stepped
-if index == 1:
-    Notes.publish = gone
-group = unickpt.ProcessGroup(index, 3, session)
-options = unickpt.SaveOptions(group=group, timeout_s=30, chunk_bytes=4096)
-unickpt.save(path, {"w": np.arange(9000)}, options=options)
-print(json.dumps("saved"))
-"""
-
-
 def test_its_record_may_fail_as_others_remove_the_records(forks: Forks, tmp_path: Path) -> None:
-    path, name = tmp_path / "c", session()
-    pids = [forks.start(TWO, str(path), index, name) for index in range(3)]
+    path = tmp_path / "c"
+    pids = start(path, forks, stopped=[1, 2], step="publish", gone=True)
     for pid in pids[1:]:
-        until(lambda pid=pid: "there" in forks.said(pid))
         os.kill(pid, signal.SIGSTOP)
     assert forks.wait(pids[0]).last == "saved"
     for pid in pids[1:]:
         os.kill(pid, signal.SIGCONT)
     assert [each.last for each in forks.wait_all(pids[1:])] == ["saved"] * 2
     assert not [*path.glob("processes/*/0000[12]"), *path.glob("processes/*/records")]
-    assert np.array_equal(unickpt.load(path)["w"], np.arange(9000))
-
-
-LAST = """
-import json, time
-import numpy as np
-import unickpt
-from unickpt.commit import attempt, awaited_processes, liveness
-
-path, index, session = ARGS
-awaited_processes._STOPPED_S, liveness.LOOK_S = 0.6, 0.1
-publish = attempt.Attempt.publish
-
-def stepped(self, record):
-    time.sleep(0.5)  # its report is there
-    print("there", flush=True)
-    time.sleep(1)
-    publish(self, record)
-
-if index == 1:
-    attempt.Attempt.publish = stepped
-group = unickpt.ProcessGroup(index, 3, session)
-options = unickpt.SaveOptions(group=group, timeout_s=30, chunk_bytes=4096)
-unickpt.save(path, {"w": np.arange(9000)}, options=options)
-print(json.dumps("saved"))
-"""
+    assert same(unickpt.load(path), numbers(1))
 
 
 def test_the_others_may_have_ended_when_it_goes_on(forks: Forks, tmp_path: Path) -> None:
-    path, name = tmp_path / "c", session()
-    first, stopped, last = [forks.start(LAST, str(path), index, name) for index in range(3)]
-    until(lambda: "there" in forks.said(stopped))
+    path = tmp_path / "c"
+    first, stopped, last = start(path, forks, stopped=[1], step="publish")
     os.kill(stopped, signal.SIGSTOP)
     assert [each.last for each in forks.wait_all([first, last])] == ["saved"] * 2
     os.kill(stopped, signal.SIGCONT)
@@ -213,48 +185,12 @@ def test_the_others_may_have_ended_when_it_goes_on(forks: Forks, tmp_path: Path)
     assert not [*path.glob("processes/*/00001"), *path.glob("processes/*/notes/error-*")]
 
 
-KEEPS = """
-import dataclasses, json, time
-import numpy as np
-import unickpt
-from unickpt.commit import awaited_processes
-from unickpt.saving import writer
-
-base, path, index, session = ARGS
-awaited_processes._STOPPED_S = 0.6
-write_all = writer.ChunkWriter.write_all
-
-def stepped(self, items):
-    writer.ChunkWriter.write_all = write_all
-    time.sleep(0.5)  # its report is there
-    print("there", flush=True)
-    time.sleep(0.5)
-    return write_all(self, items)
-
-group = unickpt.ProcessGroup(index, 3, session)
-options = unickpt.SaveOptions(group=group, timeout_s=30, chunk_bytes=4096)
-first = {"kept": np.arange(60_000), "w": np.zeros(9000)}
-changed = dataclasses.replace(options, changed={"kept": False})
-unickpt.save_async(base, first, options=changed).result()
-if index == 1:
-    writer.ChunkWriter.write_all = stepped
-reusing = dataclasses.replace(options, base=base, changed={"kept": False})
-state = {"kept": np.arange(60_000), "w": np.arange(9000.0)}
-pending = unickpt.save_async(path, state, options=reusing)
-pending.result()
-print("saved", flush=True)
-unickpt.save(path + "2", state, options=options)
-print(json.dumps("saved again"))
-"""
-
-
 @pytest.mark.plugins
 def test_what_it_would_reuse_may_be_gone_when_it_goes_on(forks: Forks, tmp_path: Path) -> None:
     """Retention removes the base after the commit."""
-    state = {"kept": np.arange(60_000), "w": np.arange(9000.0)}
-    base, path, name = tmp_path / "base", tmp_path / "c", session()
-    pids = [forks.start(KEEPS, str(base), str(path), index, name) for index in range(3)]
-    until(lambda: "there" in forks.said(pids[1]))
+    base, path = tmp_path / "base", tmp_path / "c"
+    order: dict[str, Any] = {"base": str(base), "changed": {"large": False}, "is_async": True}
+    pids = start(path, forks, stopped=[1], step="write_all", again=True, **order)
     os.kill(pids[1], signal.SIGSTOP)
     for pid in (pids[0], pids[2]):
         until(lambda pid=pid: "saved" in forks.said(pid))
@@ -262,8 +198,7 @@ def test_what_it_would_reuse_may_be_gone_when_it_goes_on(forks: Forks, tmp_path:
     os.kill(pids[1], signal.SIGCONT)
     assert [each.last for each in forks.wait_all(pids)] == ["saved again"] * 3
     assert unickpt.verify(path).ok
-    loaded = unickpt.load(path)
-    assert all(np.array_equal(loaded[key], state[key]) for key in state)
+    assert same(unickpt.load(path), numbers(1))
 
 
 RANK = """
