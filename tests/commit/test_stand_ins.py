@@ -16,6 +16,8 @@ import numpy as np
 import pytest
 from support import TESTS
 from support.forks import Forks
+from support.mounts import NoMount
+from support.mounts import run as run_command
 from support.processes import Processes
 from support.saving import in_job, numbers, same, save_in_job, session
 
@@ -62,6 +64,15 @@ def stops():
     print("there", flush=True)
     time.sleep(0.5)
 
+def fills():
+    with open(order["fills"], "wb", buffering=0) as file:
+        while True:
+            try:
+                file.write(bytes(4096))
+            except OSError:
+                break
+    print("full", flush=True)
+
 def gone(self, record, kind):
     raise errors.Failed("the records were removed meanwhile")
 
@@ -75,6 +86,8 @@ if "base" in order:
     options = dataclasses.replace(options, base=order["base"])
 if index in order["stopped"]:
     replace(order["step"], stops)
+if index == count - 1 and "fills" in order:
+    replace("write_more", fills)
 if index == 1 and "gone" in order:
     Notes.publish = gone
 said = "saved"
@@ -199,6 +212,28 @@ def test_what_it_would_reuse_may_be_gone_when_it_goes_on(forks: Forks, tmp_path:
     assert [each.last for each in forks.wait_all(pids)] == ["saved again"] * 3
     assert unickpt.verify(path).ok
     assert same(unickpt.load(path), numbers(1))
+
+
+def test_a_full_disk_of_who_writes_for_it_is_an_error_at_once(forks: Forks, tmp_path: Path) -> None:
+    """The note that says so needs room, too."""
+    disk, path = tmp_path / "disk", tmp_path / "disk/c"
+    disk.mkdir()
+    try:
+        run_command("mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", disk)
+    except NoMount as error:
+        pytest.skip(str(error))
+    try:
+        pids = start(path, forks, stopped=[1], step="publish", fills=str(disk / "full"))
+        os.kill(pids[1], signal.SIGSTOP)
+        first, last = (forks.wait(pids[index]).last for index in (0, 2))
+        os.kill(pids[1], signal.SIGCONT)
+        assert "No space left on device" in last
+        for said in (first, forks.wait(pids[1]).last):
+            assert "process 2 failed" in said
+            assert "No space left on device" in said
+        assert not path.exists()
+    finally:
+        run_command("umount", "--lazy", disk)
 
 
 RANK = """

@@ -65,14 +65,14 @@ class AttemptState(Enum):
 
 _MOST_REPLACED = 16
 _S = AttemptState
-# WRITING again: the destination is checked twice, in the call and when it is the save's turn.
-# PUBLISHED again: after a second record, of chunks that the coordinator requested.
+# WRITING again: the destination is checked twice, in the call and when it is the save's turn; and
+# for chunks that the coordinator requests.
 # COMMITTING again: a write of the root that was refused, or had no answer, may be repeated.
 # FAILED again: several errors of one save are explained by the same conflict.
 NEXT: Mapping[AttemptState, set[AttemptState]] = {
     _S.OPEN: {_S.WRITING},
     _S.WRITING: {_S.WRITING, _S.PUBLISHED, _S.MERGING, _S.FAILED},
-    _S.PUBLISHED: {_S.PUBLISHED, _S.COMMITTED, _S.FAILED},
+    _S.PUBLISHED: {_S.WRITING, _S.COMMITTED, _S.FAILED},
     _S.MERGING: {_S.COMMITTING, _S.FAILED},
     _S.COMMITTING: {_S.COMMITTING, _S.COMMITTED, _S.FAILED},
     _S.COMMITTED: set(),

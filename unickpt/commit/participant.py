@@ -70,6 +70,7 @@ def _wait(attempt: Attempt, write_more: WriteMore) -> Totals:
     if REQUEST in notes:
         mine = attempt.notes.requested()
         if mine:
+            attempt.become(AttemptState.WRITING)  # nobody can commit without these
             attempt.publish(write_more(mine), MORE)
         waits.until(lambda notes: is_committed(), everyone, OK)
         if mine is None:
