@@ -7,6 +7,8 @@ import time
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from unickpt.threads import calling_user
+
 _log = logging.getLogger("unickpt")
 EventKind = Literal[
     "began", "step", "skipped", "loaded", "fallback", "save failed", "copy failed", "ended"
@@ -54,6 +56,7 @@ def send_event(receiver: Any, event: RunEvent) -> None:
     """Calls the method `run_event` of `SaveOptions.metrics`, if it has one. An error is logged."""
     if hears_events(receiver):
         try:
-            receiver.run_event(event)
+            with calling_user:
+                receiver.run_event(event)
         except Exception:
             _log.exception("SaveOptions.metrics failed for the event %r", event.kind)

@@ -35,12 +35,15 @@ class SerialExecutor:
         self._name, self._failed = name, failed
         self._work: deque[Callable[[], None]] = deque()
         self._changed = threading.Condition()
-        self._running = self._is_waiting = False
+        self._running = self._calls_user = False
         self._thread: threading.Thread | None = None
 
     def add(self, work: Callable[[], None]) -> None:
-        """Runs a piece of work after all that were added before."""
+        """Runs a piece of work after all that were added before, once if it is added again before
+        it has begun."""
         with self._changed:
+            if work in self._work:
+                return
             self._work.append(work)
             if self._running:
                 return
@@ -49,28 +52,32 @@ class SerialExecutor:
             self._run()
 
     def wait(self, most: int = 0) -> None:
-        """Waits until at most this many pieces of work remain; a piece of work itself, which may
-        call a user's function, does not wait for its own end."""
+        """Waits until at most this many pieces of work remain.
+
+        A piece of work itself does not wait for its own end. While one calls a user's function,
+        which may wait for this thread, only who waits for all pieces, and calls none, waits.
+        """
         if self._thread is threading.current_thread():
             return
+        goes_on = bool(most) or calling_user.active
         with self._changed:
-            while len(self._work) + self._running > most and not (most and self._is_waiting):
+            while len(self._work) + self._running > most and not (goes_on and self._calls_user):
                 self._changed.wait()
 
-    def waits(self) -> None:
-        """Says that the caller is going to wait for other threads: if it is a piece of work, those
-        that wait until few remain go on, as it may wait for them."""
+    def calls_user(self, now: bool) -> None:
+        """Says that the piece of work that runs begins, or ends, to call a user's function."""
         with self._changed:
-            if self._thread is threading.current_thread():
-                self._is_waiting = True
-                self._changed.notify_all()
+            self._calls_user = now
+            self._changed.notify_all()
 
     def _run(self) -> None:
         self._thread = threading.current_thread()
+        before, calling_user.executor = calling_user.executor, self
         while True:
             with self._changed:
                 if not self._work:
                     self._running, self._thread = False, None
+                    calling_user.executor = before
                     self._changed.notify_all()
                     return
                 work = self._work.popleft()
@@ -79,8 +86,36 @@ class SerialExecutor:
             except BaseException as error:
                 self._failed(error)
             with self._changed:
-                self._is_waiting = False
                 self._changed.notify_all()
+
+
+class _CallingUser(threading.local):
+    """Within the block, this thread calls a function of the user, which may wait for any save.
+
+    It must not wait then for a function of the user on another thread, which may wait for this one;
+    and no save waits for the work of a `SerialExecutor` that calls one.
+    """
+
+    executor: SerialExecutor | None = None
+    """The one whose thread this is."""
+    _depth = 0
+
+    @property
+    def active(self) -> bool:
+        return self._depth > 0
+
+    def __enter__(self) -> None:
+        self._depth += 1
+        if self.executor is not None:
+            self.executor.calls_user(True)
+
+    def __exit__(self, *_: object) -> None:
+        self._depth -= 1
+        if self.executor is not None:
+            self.executor.calls_user(self.active)
+
+
+calling_user = _CallingUser()
 
 
 def in_batches(

@@ -8,7 +8,7 @@ from enum import Enum, auto
 
 import pytest
 
-from unickpt.threads import Events, Pool, SerialExecutor, Ticker
+from unickpt.threads import Events, Pool, SerialExecutor, Ticker, calling_user
 
 
 def test_work_that_a_closed_pool_has_not_begun_is_cancelled() -> None:
@@ -133,17 +133,41 @@ def test_a_ticker_that_has_ticked_ticks_once_more_at_its_end() -> None:
     assert len(ticks) == count
 
 
-def test_work_that_waits_for_a_waiting_thread_is_not_waited_for() -> None:
+def test_a_thread_does_not_wait_for_work_whose_user_function_waits_for_that_thread() -> None:
     errors = list[BaseException]()
     executor, ended = SerialExecutor("test", errors.append), threading.Event()
 
     def work() -> None:
-        executor.waits()
-        assert ended.wait(5)
+        with calling_user:
+            assert ended.wait(5)
 
     executor.add(work)
     executor.add(lambda: None)
     executor.wait(1)
+    with calling_user:
+        executor.wait()
     ended.set()
     executor.wait()
     assert errors == []
+
+
+def test_work_that_is_added_again_before_it_begins_runs_once() -> None:
+    runs, begun, ended = list[int](), threading.Event(), threading.Event()
+    executor = SerialExecutor("test", lambda error: None)
+
+    def first() -> None:
+        begun.set()
+        assert ended.wait(5)
+
+    def work() -> None:
+        runs.append(1)
+
+    executor.add(first)
+    assert begun.wait(5)
+    executor.add(work)
+    executor.add(work)
+    ended.set()
+    executor.wait()
+    executor.add(work)
+    executor.wait()
+    assert runs == [1, 1]

@@ -251,6 +251,16 @@ def test_rules_that_make_no_sense(rules: dict[str, Any], message: str) -> None:
         Retention(**rules)
 
 
+@pytest.mark.parametrize("kept", [["1"], [None]])
+def test_a_rule_that_returns_no_steps_removes_none(kept: Any) -> None:
+    def by_name(steps: Any) -> Any:
+        return kept
+
+    with pytest.raises(TypeError, match="returned .*, which is no step") as raised:
+        Retention(keep_among=by_name).expendable({1: {}, 2: {}})
+    assert "by_name" in raised.value.__notes__[0]
+
+
 @pytest.mark.parametrize(("seconds", "steps"), [(-1.0, None), (None, -1), ("10", 1)])
 def test_times_that_make_no_sense(seconds: Any, steps: Any) -> None:
     with pytest.raises(ValueError, match="must be a positive number"):

@@ -60,6 +60,53 @@ def test_keep_among_may_close_its_checkpointer(processes: Processes, tmp_path: P
     assert "kept " in said  # which, depends on when it is called
 
 
+WAITS = """
+import sys, faulthandler, threading, time, numpy as np, unickpt
+faulthandler.dump_traceback_later(25, exit=True)  # else it would wait for ever
+root, action, local = sys.argv[1], sys.argv[2], sys.argv[3] or None
+saves = []
+
+def keep_among(steps):
+    while len(saves) < 3:
+        time.sleep(0.01)
+    if action == "results":
+        for pending in saves:
+            pending.result()
+    elif action == "elsewhere":
+        waiting = threading.Thread(target=saves[-1].result)
+        waiting.start()
+        waiting.join()
+    elif action == "saves":
+        if steps[-1] < 10:
+            run.save(10, {"w": np.ones(3)})
+    else:
+        run.wait()
+    return steps[-2:]
+
+rules = unickpt.Retention(keep_among=keep_among)
+options = unickpt.SaveOptions(fsync=False, metrics=lambda report: run.wait())
+run = unickpt.Checkpointer(root, keep=rules, local=local, options=options)
+for step in (1, 2, 3):
+    saves.append(run.save(step, {"w": np.ones(3)}))
+    time.sleep(0.2)
+for pending in saves:
+    pending.result()
+run.close()
+print("kept", *run.steps(), flush=True)
+"""
+
+
+@pytest.mark.parametrize("local", ["", "local"])
+@pytest.mark.parametrize("action", ["results", "elsewhere", "saves", "waits"])
+def test_keep_among_may_wait_for_saves_that_follow(
+    processes: Processes, tmp_path: Path, action: str, local: str
+) -> None:
+    """They do not wait for the removal that calls it, nor do the functions of other threads."""
+    tier = str(tmp_path / local) if local else ""
+    (said,) = processes.finish([processes.forked(WAITS, tmp_path / "run", action, tier)])
+    assert f"kept {'3 10' if action == 'saves' else '2 3'}" in said
+
+
 FORKS = """
 import os, signal, sys, warnings, numpy as np, unickpt
 warnings.filterwarnings("ignore")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
 
 from unickpt.errors import StorageError, UnsupportedFormat
 from unickpt.runs import attempt_folders
@@ -15,6 +14,11 @@ from unickpt.storage import paths
 from unickpt.threads import SerialExecutor
 
 _log = logging.getLogger("unickpt")
+
+
+def _failed(error: BaseException) -> None:
+    notes = getattr(error, "__notes__", ())
+    _log.warning("cleaning up: %s", "; ".join([f"{type(error).__name__}: {error}", *notes]))
 
 
 class Cleaning:
@@ -28,7 +32,7 @@ class Cleaning:
     def __init__(self, steps: Steps, *, retires: bool = False) -> None:
         self._steps, self._retires = steps, retires
         self._retired: dict[StepFolder, set[tuple[int, str]]] = {}  # of each, after a first look
-        self._work = SerialExecutor("unickpt clean", partial(_log.warning, "cleaning up: %s"))
+        self._work = SerialExecutor("unickpt clean", _failed)
         self._left: dict[tuple[StepFolder, int], Sequence[str]] = {}  # attempts of removed steps
         self._reported: set[tuple[StepFolder, int]] = set()
 
@@ -37,17 +41,12 @@ class Cleaning:
         self._work.add(self.clean)
 
     def wait(self, most: int = 0) -> None:
-        """Waits until nothing is left to clean; raises nothing.
+        """Waits until nothing is left to clean; raises nothing. See `SerialExecutor.wait`.
 
         Arguments:
             most: how many may remain; each save starts one.
         """
         self._work.wait(most)
-
-    def waits(self) -> None:
-        """Says that the caller is going to wait for saves. It may be a user's function that a
-        removal calls: then no save waits for that."""
-        self._work.waits()
 
     def clean(self) -> None:
         """Removes the steps that no rule keeps, and copied steps from the local tier."""

@@ -505,7 +505,6 @@ class Checkpointer:
     # --- helpers -------------------------------------------------------------------------------
 
     def _drain(self) -> None:
-        self._cleaning.waits()
         self._queue.wait()
         if self._copying is not None:
             self._copying.wait()

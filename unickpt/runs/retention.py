@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from numbers import Integral
+from numbers import Integral, Real
 from typing import Literal
 
-from unickpt.quoting import changed_repr
+from unickpt.quoting import changed_repr, quoted
+from unickpt.threads import calling_user
 
 Metrics = Mapping[str, float]
 
@@ -116,9 +117,11 @@ class Retention:
             best = self._best_first(steps, self.metric)[: self.keep_best]
             steps_by_rule[f"keep_best={self.keep_best} by {self.metric}"] = set(best)
         if self.keep is not None:
-            steps_by_rule["keep"] = {step for step in ordered if self.keep(step)}
+            keep = self.keep
+            steps_by_rule["keep"] = _call(keep, lambda: {step for step in ordered if keep(step)})
         if self.keep_among is not None:
-            steps_by_rule["keep_among"] = set(self.keep_among(ordered))
+            keep_among = self.keep_among
+            steps_by_rule["keep_among"] = _call(keep_among, lambda: set(keep_among(ordered)))
         return steps_by_rule
 
     def _best_first(self, steps: Mapping[int, Metrics], metric: str) -> list[int]:
@@ -126,3 +129,17 @@ class Retention:
         values = {step: metrics.get(metric, math.nan) for step, metrics in steps.items()}
         rated = [(sign * float(v), -step) for step, v in values.items() if not math.isnan(v)]
         return [-step for _, step in sorted(rated)]  # the newest of equal ones first
+
+
+def _call(rule: object, kept: Callable[[], set[int]]) -> set[int]:
+    """The steps that a user's rule keeps. Its error names it."""
+    try:
+        with calling_user:
+            steps = kept()
+        for step in steps:
+            if not isinstance(step, Real):  # such as a name or a tensor, which equals no step
+                raise TypeError(f"it returned {quoted(step)}, which is no step")
+    except BaseException as error:
+        error.add_note(f"in the rule {quoted(rule)}; until it succeeds, no step is removed")
+        raise
+    return steps

@@ -28,7 +28,7 @@ from unickpt.saving.task import SaveEvent, SaveTask, call_metrics, send_failure
 from unickpt.saving.write_plan import LearnedBytes
 from unickpt.storage import paths
 from unickpt.storage.locations import Location
-from unickpt.threads import collection_paused, step_back
+from unickpt.threads import calling_user, collection_paused, step_back
 
 
 @dataclass(frozen=True)
@@ -244,7 +244,7 @@ class PendingSave:
 
     def done(self) -> bool:
         """Whether the save has ended, with a checkpoint or with an error."""
-        return SaveEvent.ENDED in self._events if _calling_metrics.active else self._finished.done()
+        return SaveEvent.ENDED in self._events if calling_user.active else self._finished.done()
 
     def failed(self) -> bool:
         """Whether the save has ended with an error, which `result` raises."""
@@ -270,10 +270,10 @@ class PendingSave:
     def _wait_over(self, timeout: float | None = None) -> bool:
         """Waits until this save is over.
 
-        A `SaveOptions.metrics` function waits only for saves to end, never for a metrics function
-        to return: it could be waiting for itself, or for one that waits for it.
+        A user's function waits only for saves to end, never for a metrics function to return: it
+        could be waiting for itself, or for one that waits for it.
         """
-        if _calling_metrics.active:
+        if calling_user.active:
             return self._events.wait(SaveEvent.ENDED, timeout)
         return bool(wait([self._finished], timeout).done)
 
@@ -333,13 +333,11 @@ class PendingSave:
         try:
             self._write(previous)
             if self._failure is not None:
-                with _calling_metrics:
-                    send_failure(options, self.url, group, self._failure.error)
+                send_failure(options, self.url, group, self._failure.error)
             if previous is not None:
                 wait([previous._finished])  # one report after another
             if self._report is not None and self._failure is None:
-                with _calling_metrics:
-                    call_metrics(options, self._report)
+                call_metrics(options, self._report)
         except BaseException:  # such as SystemExit, which would end this thread silently
             ended = "is committed" if self._failure is None else "was not saved"
             _log.exception("SaveOptions.metrics failed; the checkpoint %s %s", self.url, ended)
@@ -374,19 +372,6 @@ class PendingSave:
         self._snapshot.settle()
 
 
-class _CallingMetrics(threading.local):
-    """Whether this thread is calling `SaveOptions.metrics`."""
-
-    active = False
-
-    def __enter__(self) -> None:
-        self.active = True
-
-    def __exit__(self, *_: object) -> None:
-        self.active = False
-
-
-_calling_metrics = _CallingMetrics()
 _MOST = 2  # saves in flight: one is written while the next is staged
 
 

@@ -45,7 +45,7 @@ from unickpt.saving.write_plan import (
 from unickpt.saving.writer import ChunkWriter
 from unickpt.storage import data_files, paths
 from unickpt.storage.locations import Location
-from unickpt.threads import Events, Ticker
+from unickpt.threads import Events, Ticker, calling_user
 
 if TYPE_CHECKING:
     from unickpt.features import PhaseObserver
@@ -579,7 +579,8 @@ def call_metrics(options: SaveOptions, report: SaveReport) -> None:
         calls.append(("SaveOptions.metrics", options.metrics))
     for name, call in calls:
         try:
-            call(report)
+            with calling_user:
+                call(report)
         except Exception:
             _log.exception("%s failed; the checkpoint %s is committed", name, report.url)
 
