@@ -74,6 +74,26 @@ def printable(text: str, most: int = 400, keep: str = "") -> str:
     return "".join(c if c.isprintable() or c in keep else ascii(c)[1:-1] for c in text)
 
 
+def error_text(error: BaseException) -> str:
+    """As "StorageError: no space"; never fails.
+
+    Example:
+        >>> error_text(ValueError("negative")), error_text(KeyboardInterrupt())
+        ('ValueError: negative', 'KeyboardInterrupt')
+    """
+    message, name = error_message(error), type(error).__name__
+    return message if message == name else f"{name}: {message}"
+
+
+def error_message(error: BaseException) -> str:
+    """The text of an error, as far as it can be encoded, or the name of its class; never fails."""
+    try:
+        text = str(error)
+    except Exception:  # of a user's class
+        text = ""
+    return text.encode(errors="backslashreplace").decode() or type(error).__name__
+
+
 def shortened(text: str, most: int) -> str:
     """A text of at most `most` characters; the middle of a longer one is omitted."""
     if len(text) <= most:

@@ -42,11 +42,6 @@ class RunEvent:
     time: float = field(default_factory=time.time)
 
 
-def error_text(error: BaseException) -> str:
-    """As "StorageError: no space"."""
-    return f"{type(error).__name__}: {error}"
-
-
 def hears_events(receiver: object) -> bool:
     """Whether `SaveOptions.metrics` is an object with a method `run_event`."""
     return callable(getattr(receiver, "run_event", None))

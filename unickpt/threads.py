@@ -28,7 +28,7 @@ class SerialExecutor:
     Arguments:
         name: of the thread.
         failed: called with the error that a piece of work raises; also with a SystemExit, which
-            would end the thread and leave the rest waiting.
+            would end the thread and leave the rest waiting. What it raises itself is ignored.
     """
 
     def __init__(self, name: str, failed: Callable[[BaseException], object]) -> None:
@@ -84,7 +84,8 @@ class SerialExecutor:
             try:
                 work()
             except BaseException as error:
-                self._failed(error)
+                with suppress(BaseException):  # such as of a user's handler of logging
+                    self._failed(error)
             with self._changed:
                 self._changed.notify_all()
 

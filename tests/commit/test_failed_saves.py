@@ -19,7 +19,7 @@ import unickpt
 from unickpt import ProcessGroup, SaveConflict, SaveOptions, StorageError, UnickptError
 from unickpt.commit import attempt, coordinator, merge, participant, root
 from unickpt.commit.messages import Notes
-from unickpt.errors import StateChanged
+from unickpt.errors import ProcessFailed, StateChanged
 from unickpt.format import chunk_encoding
 from unickpt.saving import snapshot, task, write_plan, writer
 from unickpt.storage import data_files
@@ -322,3 +322,35 @@ dist.destroy_process_group()
 
 def test_ranks_of_torch_leave_nothing(processes: Processes, tmp_path: Path) -> None:
     processes.finish(processes.torch(4, RANKS, tmp_path))
+
+
+class NoText(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("its text cannot be made")
+
+
+class FailingState:
+    """A part of a model that cannot be saved."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+    def state_dict(self) -> Any:
+        raise self.error
+
+    def load_state_dict(self, state: Any) -> None: ...
+
+
+@pytest.mark.parametrize("error", [NoText(), OSError("no file 'a\udcff'")])
+def test_processes_hear_of_an_error_whose_text_cannot_be_made_or_encoded(
+    tmp_path: Path, error: Exception
+) -> None:
+    trees = {"w": STATE["w0"]}, {"w": STATE["w0"], "model": FailingState(error)}
+    options = replace(OPTIONS, timeout_s=5)
+
+    def save(group: ProcessGroup) -> Any:
+        return unickpt.save(tmp_path, trees[group.index], options=replace(options, group=group))
+
+    first, second = in_job(2, save)
+    assert isinstance(first, ProcessFailed)
+    assert second is error

@@ -256,7 +256,7 @@ def test_a_rule_that_returns_no_steps_removes_none(kept: Any) -> None:
     def by_name(steps: Any) -> Any:
         return kept
 
-    with pytest.raises(TypeError, match="returned .*, which is no step") as raised:
+    with pytest.raises(TypeError, match=r"returned .*, which is no step") as raised:
         Retention(keep_among=by_name).expendable({1: {}, 2: {}})
     assert "by_name" in raised.value.__notes__[0]
 

@@ -20,12 +20,16 @@ from unickpt.storage.local_folders import FileLock
 pytestmark = pytest.mark.integration
 
 KEEPS = """
-import sys, faulthandler, numpy as np, unickpt
+import logging, sys, faulthandler, numpy as np, unickpt
 faulthandler.dump_traceback_later(25, exit=True)  # else it would wait for ever
 
 
 def exits(steps):
     sys.exit(3)
+
+def fails(steps):
+    logging.getLogger("unickpt").addFilter(lambda record: 1 / 0)
+    raise ValueError
 
 def waits(steps):
     run.wait()
@@ -47,7 +51,9 @@ print("kept", *run.steps(), flush=True)
 """
 
 
-@pytest.mark.parametrize(("keep", "kept"), [("exits", "1 2 3"), ("waits", "2 3")])
+@pytest.mark.parametrize(
+    ("keep", "kept"), [("exits", "1 2 3"), ("fails", "1 2 3"), ("waits", "2 3")]
+)
 def test_what_keep_among_does_ends(
     processes: Processes, tmp_path: Path, keep: str, kept: str
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import sys
 import threading
@@ -548,6 +549,21 @@ def test_several_errors_are_raised_as_one(tmp_path: Path) -> None:
     for one in pending:
         with pytest.raises(StorageError):
             one.result()
+
+
+def test_an_error_is_raised_although_a_handler_of_logging_fails(tmp_path: Path) -> None:
+    class Failing(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            raise RuntimeError("no place to log to")
+
+    handler, queue = Failing(), SaveQueue()
+    logging.getLogger("unickpt").addHandler(handler)
+    try:
+        with pytest.raises(StorageError, match="on fire"):
+            failing(queue, tmp_path / "a").result(30)
+    finally:
+        logging.getLogger("unickpt").removeHandler(handler)
+    queue.errors.raise_first()
 
 
 def test_a_bad_leaf_is_found_by_the_call(tmp_path: Path) -> None:

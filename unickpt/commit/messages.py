@@ -24,6 +24,7 @@ from unickpt.format.chunk_grid import FULL_LINK
 from unickpt.format.index import BaseEntry, Index, nbytes_of
 from unickpt.frameworks.job_bytes import GroupBytes
 from unickpt.frameworks.process_group import Group
+from unickpt.quoting import error_message
 from unickpt.storage import paths
 from unickpt.storage.btree.builder import INLINE, PLACE_DTYPE, PLACE_FIELDS
 from unickpt.storage.locations import Location
@@ -264,8 +265,7 @@ class Notes:
             settles: whether it is certain that no process can commit.
             refused: whether this process did not start, because of an earlier error.
         """
-        message = str(error) or type(error).__name__
-        self._unwritten = msgspec.json.encode(_ErrorNote(message, settles, refused))
+        self._unwritten = msgspec.json.encode(_ErrorNote(error_message(error), settles, refused))
         self.retry_error()
 
     def retry_error(self) -> None:

@@ -95,8 +95,9 @@ def legend(members: Members | None) -> str:
 
 def explained(error: Exception, members: Members | None) -> Exception:
     """The same error; if it names processes by their index, its message says which these are."""
+    if members is None or not isinstance(error, UnickptError):
+        return error  # a user's may have no text
     note, message = legend(members), str(error)
-    is_ours = isinstance(error, UnickptError) and "process" in message
-    if members is not None and is_ours and str(members) not in message:
+    if "process" in message and str(members) not in message:
         error.args = (message + note,)
     return error

@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 
 from unickpt.errors import StorageError, UnsupportedFormat
+from unickpt.quoting import error_text
 from unickpt.runs import attempt_folders
 from unickpt.runs.current_steps import Newer, Steps, TierVersions
 from unickpt.runs.step_folder import StepFolder
@@ -18,7 +19,7 @@ _log = logging.getLogger("unickpt")
 
 def _failed(error: BaseException) -> None:
     notes = getattr(error, "__notes__", ())
-    _log.warning("cleaning up: %s", "; ".join([f"{type(error).__name__}: {error}", *notes]))
+    _log.warning("cleaning up: %s", "; ".join([error_text(error), *notes]))
 
 
 class Cleaning:

@@ -131,11 +131,11 @@ class Retention:
         return [-step for _, step in sorted(rated)]  # the newest of equal ones first
 
 
-def _call(rule: object, kept: Callable[[], set[int]]) -> set[int]:
+def _call(rule: object, choose: Callable[[], set[int]]) -> set[int]:
     """The steps that a user's rule keeps. Its error names it."""
     try:
         with calling_user:
-            steps = kept()
+            steps = choose()
         for step in steps:
             if not isinstance(step, Real):  # such as a name or a tensor, which equals no step
                 raise TypeError(f"it returned {quoted(step)}, which is no step")

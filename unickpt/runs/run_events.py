@@ -8,7 +8,8 @@ from typing import Any
 
 from unickpt.frameworks.process_group import Group
 from unickpt.loading.report import LoadReport
-from unickpt.run_event import EventKind, RunEvent, error_text, send_event
+from unickpt.quoting import error_text
+from unickpt.run_event import EventKind, RunEvent, send_event
 from unickpt.runs.current_steps import Steps
 
 

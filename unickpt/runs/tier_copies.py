@@ -27,7 +27,8 @@ from unickpt.format.ocdbt_reader import OcdbtReader
 from unickpt.format.refusals import refuse_unknown
 from unickpt.frameworks.leaves import job_group
 from unickpt.options import SaveOptions
-from unickpt.run_event import RunEvent, error_text, send_event
+from unickpt.quoting import error_text
+from unickpt.run_event import RunEvent, send_event
 from unickpt.runs import attempt_folders, lineage_notes, save_leftovers
 from unickpt.runs.background_removal import Cleaning
 from unickpt.runs.current_steps import Newer, Steps, TierVersions

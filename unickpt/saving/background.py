@@ -20,6 +20,7 @@ from typing import Any, NoReturn
 from unickpt.errors import ForkedProcess, ProcessFailed, SaveTimeout, out_of_memory
 from unickpt.frameworks.process_group import Group
 from unickpt.options import SaveOptions
+from unickpt.quoting import error_text
 from unickpt.save_report import SaveReport
 from unickpt.saving.plan_cache import DescribedTree, PlanCache
 from unickpt.saving.snapshot import Snapshot
@@ -62,7 +63,7 @@ def _exit_if_unraised() -> None:
     for failure in unraised:
         print(
             f"unickpt: {failure.what} failed, and its result was not requested:\n"
-            f"{type(failure.error).__name__}: {failure.error}",
+            f"{error_text(failure.error)}",
             file=sys.stderr,
         )
     logging.shutdown()
@@ -101,10 +102,11 @@ class BackgroundErrors:
         Arguments:
             what, error: see `Failure`.
         """
-        _log.error("%s failed: %s", what, error)
         failure = Failure(what, error)
         self._failures.append(failure)
         unraised.append(failure)
+        with suppress(BaseException):  # of a user's handler of logging, or of the error's text
+            _log.error("%s failed: %s", what, error)
         return failure
 
     def raise_first(self) -> None:
@@ -126,7 +128,8 @@ class BackgroundErrors:
             self.forget(failure)
         notes = [f"unickpt: {first.what} failed with this error, in the background"]
         notes += [
-            f"unickpt: {other.what} failed too: {other.error}" for other in remaining_failures
+            f"unickpt: {other.what} failed too: {error_text(other.error)}"
+            for other in remaining_failures
         ]
         for note in notes:
             if note not in getattr(first.error, "__notes__", ()):
@@ -348,12 +351,12 @@ class PendingSave:
 
     def _write(self, previous: PendingSave | None) -> None:
         task, snapshot, callbacks = self._task, self._snapshot, self._callbacks
-        self._events.wait(SaveEvent.WRITABLE)
-        with task.timings.phase("queue"):
-            if previous is not None:
-                previous.wait_ended()
         try:
             with task.failing():
+                self._events.wait(SaveEvent.WRITABLE)
+                with task.timings.phase("queue"):
+                    if previous is not None:
+                        previous.wait_ended()
                 callbacks.prepare(task.attempt)
                 plan = snapshot.plan()
             self._report = task.run(plan, snapshot.chunks, self._before_publish, callbacks.check)

@@ -587,7 +587,8 @@ def call_metrics(options: SaveOptions, report: SaveReport) -> None:
 
 def send_failure(options: SaveOptions, url: str, group: Group, error: BaseException) -> None:
     """Sends `SaveOptions.metrics` the event that a save failed, at its very end."""
-    from unickpt.run_event import RunEvent, error_text, send_event
+    from unickpt.quoting import error_text
+    from unickpt.run_event import RunEvent, send_event
 
     place = group.index, group.count
     send_event(options.metrics, RunEvent("save failed", url, None, *place, error_text(error)))
