@@ -23,7 +23,7 @@ from unickpt.frameworks.adapter_protocol import (
     Read,
     whole_source,
 )
-from unickpt.frameworks.memory_budget import new_array
+from unickpt.frameworks.host_memory import new_array
 from unickpt.frameworks.process_group import Group
 from unickpt.trees.tree import Expansion
 

@@ -105,6 +105,8 @@ from unickpt.format.writer_protocol import (
     text_file,
 )
 from unickpt.frameworks.adapter_protocol import Adapter, ArraySource, Fragment
+from unickpt.frameworks.host_memory import HostBuffers, MemoryBudget
+from unickpt.frameworks.host_memory import Scratch as ScratchMemory
 from unickpt.frameworks.leaves import NOTHING as NOTHING_HERE
 from unickpt.frameworks.leaves import (
     SavedOnly,
@@ -118,8 +120,6 @@ from unickpt.frameworks.leaves import (
 from unickpt.frameworks.leaves import expand as expand_leaf
 from unickpt.frameworks.leaves import is_leaf as is_saved_as_leaf
 from unickpt.frameworks.members import named as process_names
-from unickpt.frameworks.memory_budget import HostBuffers, MemoryBudget
-from unickpt.frameworks.memory_budget import Scratch as ScratchMemory
 from unickpt.frameworks.per_process import decode as decode_per_process
 from unickpt.frameworks.per_process import encode as encode_per_process
 from unickpt.frameworks.process_group import (

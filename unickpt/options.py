@@ -13,7 +13,7 @@ from numbers import Integral
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, get_args
 
 from unickpt import doors
-from unickpt.frameworks.memory_budget import CommonOptions, MemoryBudget, check_number
+from unickpt.frameworks.host_memory import CommonOptions, MemoryBudget, check_number
 from unickpt.frameworks.process_group import Group
 from unickpt.quoting import changed_repr, quoted
 from unickpt.save_report import SaveReport

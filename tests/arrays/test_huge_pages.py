@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 import unickpt
-from unickpt.frameworks import memory_budget
-from unickpt.frameworks.memory_budget import prefer_huge_pages
+from unickpt.frameworks import host_memory
+from unickpt.frameworks.host_memory import prefer_huge_pages
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.skipif(
@@ -27,10 +27,10 @@ def reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """The file of a machine that gives no memory back to its host, whatever this one does."""
     file = tmp_path / "page_reporting_order"
     file.write_text("-1\n")
-    monkeypatch.setattr(memory_budget, "_REPORTED_ORDER", str(file))
-    memory_budget._madvise.cache_clear()
+    monkeypatch.setattr(host_memory, "_REPORTED_ORDER", str(file))
+    host_memory._madvise.cache_clear()
     yield file
-    memory_budget._madvise.cache_clear()
+    host_memory._madvise.cache_clear()
 
 
 def advised(address: int) -> bool:
@@ -88,6 +88,6 @@ def test_none_are_asked_of_the_host_of_a_virtual_machine(reported: Path) -> None
     prefer_huge_pages(memory)
     assert not advised(memory.ctypes.data + 8 * MIB)
     reported.unlink()
-    memory_budget._madvise.cache_clear()
+    host_memory._madvise.cache_clear()
     prefer_huge_pages(memory)
     assert advised(memory.ctypes.data + 8 * MIB), "a kernel without the feature"

@@ -19,7 +19,7 @@ from unickpt.arrays.box import Box
 from unickpt.arrays.dtypes import Array
 from unickpt.format import chunk_encoding
 from unickpt.frameworks.adapter_protocol import Fragment
-from unickpt.frameworks.memory_budget import HostBuffers, stage
+from unickpt.frameworks.host_memory import HostBuffers, stage
 from unickpt.threads import Window, collection_paused, in_batches
 
 MIB = 1 << 20

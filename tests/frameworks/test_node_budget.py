@@ -10,8 +10,8 @@ import pytest
 from support.processes import Processes
 
 from unickpt import LoadOptions, ProcessGroup, SaveOptions
-from unickpt.frameworks import memory_budget
-from unickpt.frameworks.memory_budget import MemoryBudget, share
+from unickpt.frameworks import host_memory
+from unickpt.frameworks.host_memory import MemoryBudget, share
 from unickpt.frameworks.memory_limits import node_memory
 from unickpt.frameworks.process_group import NodeCount, launched_on_node
 
@@ -102,11 +102,11 @@ def test_a_share() -> None:
     assert share(3, 8) == 1
     assert share(MemoryBudget(1000, "process"), 8) == 1000, "it is a process's already"
     assert share(None, 8, default=800) == 100
-    assert share(None, 1) <= memory_budget.MOST_WORKING
+    assert share(None, 1) <= host_memory.MOST_WORKING
     assert MemoryBudget.from_option(1000).share(8) == 125
-    assert MemoryBudget.from_option(None).share(8) == memory_budget.MOST_WORKING
+    assert MemoryBudget.from_option(None).share(8) == host_memory.MOST_WORKING
     memory = node_memory()
-    assert 0 < memory_budget.node_bytes() <= memory.total // 4
+    assert 0 < host_memory.node_bytes() <= memory.total // 4
 
 
 def test_options_divide_a_budget_among_the_processes_of_the_node() -> None:
@@ -176,7 +176,7 @@ TORCH = """
 import torch.distributed as dist, unickpt
 from unickpt.frameworks.leaves import adapters
 from unickpt.frameworks.process_group import current_group
-from unickpt.frameworks.memory_budget import processes_here
+from unickpt.frameworks.host_memory import processes_here
 dist.init_process_group("gloo")
 before = processes_here(None)
 current_group(adapters()).next_attempt()
@@ -189,7 +189,7 @@ JAX = """
 import unickpt
 from unickpt.frameworks.leaves import adapters
 from unickpt.frameworks.process_group import current_group
-from unickpt.frameworks.memory_budget import processes_here
+from unickpt.frameworks.host_memory import processes_here
 before = processes_here(None)
 current_group(adapters()).next_attempt()
 print(before, processes_here(None))

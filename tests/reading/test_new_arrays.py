@@ -11,7 +11,7 @@ import pytest
 
 import unickpt
 from unickpt.arrays import dtypes
-from unickpt.frameworks.memory_budget import new_array
+from unickpt.frameworks.host_memory import new_array
 
 
 @pytest.mark.parametrize("dtype", ["bool", "bfloat16", "int4", "complex128", "float8_e4m3fn"])

@@ -30,7 +30,7 @@ from unickpt import CheckpointExists, CheckpointNotFound, SaveOptions, StorageEr
 from unickpt.adapters import jax as jax_adapter
 from unickpt.adapters import torch as torch_adapter
 from unickpt.errors import SaveTimeout, StateChanged
-from unickpt.frameworks import memory_budget
+from unickpt.frameworks import host_memory
 from unickpt.saving import saver, snapshot
 from unickpt.saving.background import PendingSave, SaveCallbacks, SaveQueue, SaveRequest
 from unickpt.saving.snapshot_policy import SnapshotMethod, SnapshotPolicy
@@ -75,7 +75,7 @@ def writing(gate: Gate, monkeypatch: pytest.MonkeyPatch) -> Gate:
 @pytest.fixture
 def copying(gate: Gate, monkeypatch: pytest.MonkeyPatch) -> Gate:
     """Nothing is copied to host memory in the background before it is opened."""
-    real = memory_budget.stage
+    real = host_memory.stage
 
     def stopped(*arguments: Any, **named: Any) -> Any:
         if threading.current_thread().name.startswith("unickpt stage"):
@@ -204,13 +204,13 @@ def test_a_chunk_larger_than_the_budget_goes_alone(tmp_path: Path) -> None:
 
 def test_host_memory_is_used_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = []
-    real = memory_budget._from_system
+    real = host_memory._from_system
 
     def counted(nbytes: int) -> Any:
         made.append(nbytes)
         return real(nbytes)
 
-    monkeypatch.setattr(memory_budget, "_from_system", counted)
+    monkeypatch.setattr(host_memory, "_from_system", counted)
     queue = SaveQueue()
     tree = {f"w{i}": np.full(MIB, i, np.float32) for i in range(6)}
     counts = []
@@ -478,7 +478,7 @@ def test_an_optimizers_step_waits_at_the_fence(
     train()
     tree = {"model": model, "optimizer": optimizer, "ema": ema}
     unickpt.save(tmp_path / "expected", tree)
-    lazily, real = [], memory_budget.stage
+    lazily, real = [], host_memory.stage
 
     def slow(fragment: Any, box: Any, *rest: Any, **named: Any) -> Any:
         if threading.current_thread().name.startswith("unickpt stage"):

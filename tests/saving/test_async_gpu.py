@@ -16,7 +16,7 @@ import unickpt
 from unickpt import Checkpointer, SaveOptions
 from unickpt.adapters import torch_digests
 from unickpt.errors import StateChanged
-from unickpt.frameworks.memory_budget import HostBuffers
+from unickpt.frameworks.host_memory import HostBuffers
 from unickpt.types import Box, LocalFragments
 
 pytestmark = pytest.mark.gpu

@@ -24,7 +24,7 @@ import unickpt
 from unickpt import PerProcess, SaveOptions
 from unickpt.arrays import guarded_copy
 from unickpt.errors import StateChanged
-from unickpt.frameworks import memory_budget
+from unickpt.frameworks import host_memory
 from unickpt.saving import snapshot, snapshot_policy, write_plan
 from unickpt.types import LocalFragments
 
@@ -42,7 +42,7 @@ def lonely() -> Iterator[Any]:
 @pytest.fixture
 def behind(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """Nothing is copied or written behind the call before it is set."""
-    opened, real, caller = threading.Event(), memory_budget.stage, threading.current_thread()
+    opened, real, caller = threading.Event(), host_memory.stage, threading.current_thread()
 
     def stopped(*arguments: Any, **named: Any) -> Any:
         if threading.current_thread() is not caller:
@@ -264,7 +264,7 @@ def test_memory_that_is_freed_during_the_call_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     weight = torch.arange(1 << 20)
-    real = memory_budget.stage
+    real = host_memory.stage
 
     def late(*arguments: Any, **named: Any) -> Any:
         resize(weight)

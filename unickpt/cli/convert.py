@@ -13,7 +13,7 @@ from rich.text import Text
 import unickpt
 from unickpt import Checkpoint
 from unickpt.format import writer_registry
-from unickpt.frameworks.memory_budget import MOST_WORKING
+from unickpt.frameworks.host_memory import MOST_WORKING
 from unickpt.quoting import counted, size_text
 from unickpt.tools.conversion_preview import Preview, PreviewRow, folded, preview
 from unickpt.tools.terminal import command_options, output

@@ -22,6 +22,7 @@ from unickpt.arrays.dtypes import Array
 from unickpt.errors import CheckpointCorrupt, LoadMismatch
 from unickpt.frameworks import sections
 from unickpt.frameworks.adapter_protocol import Adapter, StoredTree
+from unickpt.frameworks.host_memory import HostBuffers, stage
 from unickpt.frameworks.leaves import (
     NOTHING,
     LocalFragments,
@@ -30,7 +31,6 @@ from unickpt.frameworks.leaves import (
     adapter_of,
     varying,
 )
-from unickpt.frameworks.memory_budget import HostBuffers, stage
 from unickpt.frameworks.process_group import Group, alone
 from unickpt.frameworks.sections import EncodedValue, Joined, LazyMapping, Malformed
 from unickpt.quoting import quoted

@@ -18,7 +18,7 @@ from unickpt.format.chunk_grid import Part
 from unickpt.format.index import ArrayEntry, nbytes_of
 from unickpt.format.reader_protocol import Reader, Request
 from unickpt.frameworks.adapter_protocol import ArrayTarget, Uploader
-from unickpt.frameworks.memory_budget import prefer_huge_pages
+from unickpt.frameworks.host_memory import prefer_huge_pages
 from unickpt.reading.chunk_reader import TASK_BYTES, TASK_CHUNKS, ChunkReader, Task, mismatch
 from unickpt.reading.load_options import LoadOptions
 from unickpt.reading.read_plan import Consumer, Planner, TargetBox, consumers_of

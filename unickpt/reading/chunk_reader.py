@@ -16,7 +16,7 @@ from unickpt.arrays.dtypes import Array
 from unickpt.errors import out_of_memory
 from unickpt.format import chunk_grid
 from unickpt.format.reader_protocol import Reader, Request
-from unickpt.frameworks.memory_budget import Scratch
+from unickpt.frameworks.host_memory import Scratch
 from unickpt.reading.read_plan import ChunkRead, narrowed
 from unickpt.storage.regular_files import files_kept_open
 from unickpt.threads import Pool, in_batches

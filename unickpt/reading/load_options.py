@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from unickpt.frameworks.memory_budget import CommonOptions, MemoryBudget
+from unickpt.frameworks.host_memory import CommonOptions, MemoryBudget
 from unickpt.frameworks.process_group import Group
 from unickpt.quoting import changed_repr
 

@@ -13,7 +13,7 @@ from unickpt.arrays.dtypes import Array
 from unickpt.errors import LoadMismatch
 from unickpt.format.index import ArrayEntry
 from unickpt.frameworks.adapter_protocol import ArrayTarget, DeviceMemory
-from unickpt.frameworks.memory_budget import new_array
+from unickpt.frameworks.host_memory import new_array
 
 if TYPE_CHECKING:
     from unickpt.arrays.layout import Layout

@@ -11,7 +11,7 @@ from functools import partial
 from unickpt.arrays.dtypes import Array
 from unickpt.errors import CoverageError
 from unickpt.format import chunk_encoding
-from unickpt.frameworks.memory_budget import stage
+from unickpt.frameworks.host_memory import stage
 from unickpt.references.chunk_places import WriteItem
 from unickpt.saving.plan_cache import DescribedTree
 from unickpt.saving.snapshot_policy import (

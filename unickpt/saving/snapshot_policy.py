@@ -26,7 +26,7 @@ from unickpt.errors import StateChanged
 from unickpt.format import chunk_encoding
 from unickpt.format.verified_chunks import SMALL
 from unickpt.frameworks.adapter_protocol import ArraySource, Fragment, Memory, Read
-from unickpt.frameworks.memory_budget import stage
+from unickpt.frameworks.host_memory import stage
 from unickpt.options import SaveOptions
 from unickpt.references.chunk_places import WriteItem
 from unickpt.saving.write_plan import DirectSource, naming

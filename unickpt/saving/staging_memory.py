@@ -11,9 +11,9 @@ from dataclasses import dataclass, field, replace
 
 from unickpt.arrays.dtypes import Array
 from unickpt.errors import StateChanged
-from unickpt.frameworks import memory_budget
+from unickpt.frameworks import host_memory
 from unickpt.frameworks.adapter_protocol import Memory, Transfer
-from unickpt.frameworks.memory_budget import MOST_WORKING, HostBuffers, share
+from unickpt.frameworks.host_memory import MOST_WORKING, HostBuffers, share
 from unickpt.references.chunk_places import WriteItem
 from unickpt.saving.snapshot_policy import BACKGROUND, SnapshotMethod, SnapshotPolicy
 from unickpt.saving.task import SaveTask
@@ -34,7 +34,7 @@ class HostMemoryPool:
         """The default staging budget of all processes of the node, determined on first use."""
         with self._changed:  # later, memory held here would count as in use
             if self._node_bytes is None:
-                self._node_bytes = memory_budget.node_bytes()
+                self._node_bytes = host_memory.node_bytes()
             return self._node_bytes
 
     def room(self, budget_bytes: int) -> int:

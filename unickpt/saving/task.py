@@ -18,8 +18,8 @@ from unickpt.commit.messages import NO_CHUNKS, Record, Totals, WriteMore
 from unickpt.errors import SaveConflict, SaveTimeout, StorageError
 from unickpt.format.index import Index
 from unickpt.frameworks.adapter_protocol import ArraySource
+from unickpt.frameworks.host_memory import share
 from unickpt.frameworks.leaves import adapters, job_group
-from unickpt.frameworks.memory_budget import share
 from unickpt.frameworks.process_group import (
     Group,
     members_of,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 from unickpt.arrays.dtypes import Array
 from unickpt.errors import StateChanged
 from unickpt.format import chunk_encoding, chunk_grid
-from unickpt.frameworks.memory_budget import HostBuffers, stage
+from unickpt.frameworks.host_memory import HostBuffers, stage
 from unickpt.references.chunk_places import WriteItem
 from unickpt.saving.describe import Description
 

@@ -20,8 +20,8 @@ from unickpt.format.reader_protocol import Reader
 from unickpt.format.writer_protocol import Writer
 from unickpt.frameworks import per_process
 from unickpt.frameworks.adapter_protocol import ArraySource, Memory, whole_source
+from unickpt.frameworks.host_memory import HostBuffers, MemoryBudget
 from unickpt.frameworks.leaves import NOTHING, Described, PerProcess, adapters
-from unickpt.frameworks.memory_budget import HostBuffers, MemoryBudget
 from unickpt.frameworks.process_group import Group
 from unickpt.loading.request import Policy
 from unickpt.loading.views import StoredView, View

@@ -14,7 +14,7 @@ from unickpt.arrays.dtypes import Array
 from unickpt.errors import CheckpointCorrupt
 from unickpt.format.index import ArrayEntry
 from unickpt.format.reader_protocol import Reader
-from unickpt.frameworks.memory_budget import HostBuffers
+from unickpt.frameworks.host_memory import HostBuffers
 from unickpt.frameworks.process_group import Group
 from unickpt.loading.views import View
 from unickpt.reading.array_reader import read_arrays

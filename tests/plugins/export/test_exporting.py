@@ -26,7 +26,7 @@ from unickpt import (
     UnsupportedLeaf,
 )
 from unickpt.errors import ProcessFailed
-from unickpt.frameworks.memory_budget import HostBuffers
+from unickpt.frameworks.host_memory import HostBuffers
 from unickpt.loading.views import StoredView
 from unickpt.plugins.export import destinations
 from unickpt.plugins.export import job as export_job

@@ -9,7 +9,7 @@ from typing import Annotated, Any, cast
 import typer
 
 from unickpt.format import writer_registry
-from unickpt.frameworks.memory_budget import MemoryBudget
+from unickpt.frameworks.host_memory import MemoryBudget
 from unickpt.options import SaveOptions
 from unickpt.reading import checkpoint
 from unickpt.reading.checkpoint import Checkpoint

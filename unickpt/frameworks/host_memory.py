@@ -1,4 +1,4 @@
-"""Memory of the host: what a process may use of it, buffers, copies to it; the base of options."""
+"""The memory of the host: what a process may use, buffers, copies to it; the base of options."""
 
 from __future__ import annotations
 
