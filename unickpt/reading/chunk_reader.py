@@ -29,7 +29,7 @@ _NAME = "unickpt-load"  # of threads
 _MOST_THREADS = 32  # for remote storage, because each request crosses a network
 # A task reads chunks in sequence; small chunks share a task, to reduce scheduling overhead. From a
 # disk also larger ones do, if enough tasks are left for each thread.
-TASK_BYTES, _MOST_TASK_BYTES = 1 << 20, 16 << 20
+TASK_BYTES, _MOST_TASK_BYTES = 1 << 20, 32 << 20
 TASK_CHUNKS = 256
 _TASKS_PER_THREAD = 4
 # Up to so many bytes, which may be in the page cache, one thread per core reads from a disk: more
