@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 _MOST_BYTES = 128 << 10
 _GAP_BYTES = 4 << 10  # such as zarr metadata
 _MOST_TOGETHER = 512  # the system takes 1,024 pieces of memory at once; half may be gaps
-_PIECE_BYTES = 2 << 20  # the cache holds it until it is hashed; smaller ones wait for the GIL more
+_PIECE_BYTES = 512 << 10  # the cache of a core holds it until it is hashed; from a disk faster, too
 _MOST_AT_ONCE = 1 << 30  # a system call reads less than 2 GiB
 
 
