@@ -218,7 +218,7 @@ if _CHECKING:
     from unickpt.commit import progress_reports
     from unickpt.commit.lease import Lease
     from unickpt.commit.lease import Use as LeaseUse
-    from unickpt.commit.messages import Notes
+    from unickpt.commit.messages import Notes, replaced_in
     from unickpt.commit.root import refuse_checkpoint
     from unickpt.display.fragment_grid import FragmentGrid, GridBand
     from unickpt.display.fragment_grid import grids as fragment_grids
@@ -345,16 +345,16 @@ __all__ = [
     "read_arrays", "read_boxes", "read_file_box", "read_full_chunk", "read_into", "reading",
     "reading_again", "reading_checkpoint", "reading_failed", "rebuild_tree", "refuse_checkpoint",
     "refuse_unknown", "register_codec", "register_format", "register_scheme", "register_writer",
-    "remove_checkpoint", "replace_in_place", "reporting", "resolve_path", "restore_replaced",
-    "room_text", "row_major", "rule_exprs_of", "ruled_elements", "save_in_background", "send_event",
-    "settle_future", "shape_text", "shortened", "shown_text", "size_text", "step_before",
-    "step_metrics", "storage_context", "stored_chunk_bytes", "stored_leaf", "stored_leaves",
-    "stored_unit_steps", "storing_hint", "strided_view", "structure_of", "sync_folder",
-    "system_calls", "take_retention", "terminal_options", "terminal_output", "terminal_tables",
-    "text_file", "tree_from_json", "tree_from_names", "tree_to_json", "tree_with_values",
-    "tree_without", "unickpt_version", "unregister_codec", "unregister_format", "unregister_writer",
-    "unwrapped", "version_at", "within", "write_streamed", "writing", "writing_failed",
-    "written_in_data_file", "zarr_dtype",
+    "remove_checkpoint", "replace_in_place", "replaced_in", "reporting", "resolve_path",
+    "restore_replaced", "room_text", "row_major", "rule_exprs_of", "ruled_elements",
+    "save_in_background", "send_event", "settle_future", "shape_text", "shortened", "shown_text",
+    "size_text", "step_before", "step_metrics", "storage_context", "stored_chunk_bytes",
+    "stored_leaf", "stored_leaves", "stored_unit_steps", "storing_hint", "strided_view",
+    "structure_of", "sync_folder", "system_calls", "take_retention", "terminal_options",
+    "terminal_output", "terminal_tables", "text_file", "tree_from_json", "tree_from_names",
+    "tree_to_json", "tree_with_values", "tree_without", "unickpt_version", "unregister_codec",
+    "unregister_format", "unregister_writer", "unwrapped", "version_at", "within", "write_streamed",
+    "writing", "writing_failed", "written_in_data_file", "zarr_dtype",
 ]  # fmt: skip
 
 # Imported on first use. What `import unickpt` needs anyway is imported above.
@@ -363,7 +363,7 @@ _LATER = {
     "arrays.saved_arrays": "MeshFacts, MeshKey, SavedArrays",
     "commit": "progress_reports",
     "commit.lease": "Lease, Use as LeaseUse",
-    "commit.messages": "Notes",
+    "commit.messages": "Notes, replaced_in",
     "commit.root": "refuse_checkpoint",
     "display.fragment_grid": (
         "FragmentGrid, GridBand, grids as fragment_grids, head as grid_band_text"

@@ -135,7 +135,8 @@ class Nodes:
         return self.members[self.group.index].node
 
     def holders(self, step: str, version: Version) -> dict[int, list[NodeProcess]]:
-        """Who has the data files of each process of a committed step; first who saved them.
+        """Who has the data files of each process of a committed step; first who saved them. Without
+        those of processes for which others wrote.
 
         Arguments:
             step: the name of its folder.
@@ -150,6 +151,8 @@ class Nodes:
         me = self.members[self.group.index]
         for process in self.folder.parts().get(step, {}).get(version.attempt, ()):
             holders.setdefault(process, []).append(me)
+        if needed := self.uploads.processes(step, version.attempt):
+            return {process: having for process, having in holders.items() if process in needed}
         return holders
 
     def is_of_job(self, attempt: str) -> bool:
@@ -158,8 +161,8 @@ class Nodes:
 
     def is_readable(self, step: str, version: Version) -> bool:
         """Whether each data file of a step is on a node, or else in the root."""
-        count = self.uploads.part_count(step, version.attempt)
-        if count is not None and set(range(count)) <= self.holders(step, version).keys():
+        processes = self.uploads.processes(step, version.attempt)
+        if processes and processes <= self.holders(step, version).keys():
             return True
         return self._is_in_root(step, version)
 
@@ -178,11 +181,10 @@ class Nodes:
         layers: list[dict[str, Any]] = [{"base": control}]
         version = version_at(self.location.child(step))
         if version is not None and version.attempt:
-            count = self.uploads.part_count(step, version.attempt) or 0
             holders = self.holders(step, version)
             silent = self.silent.among(self._others(holders))
             has_root = bool(silent) and self._is_in_root(step, version)
-            for process in range(count):
+            for process in sorted(self.uploads.processes(step, version.attempt)):
                 below = f"{step}/processes/{version.attempt}/{process:05d}/"
                 base = self._base(below, holders.get(process, ()), silent, has_root)
                 layers.append({"base": base, "prefix": below, "strip_prefix": len(below)})

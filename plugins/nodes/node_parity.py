@@ -154,7 +154,7 @@ class NodeParity(PeerTask):
 
     def _protect(self, step: str, attempt: str, holders: Mapping[int, list[NodeProcess]]) -> None:
         nodes, (_, sums) = self._nodes, self._code.counts
-        if len(holders) != nodes.uploads.part_count(step, attempt):
+        if holders.keys() != nodes.uploads.processes(step, attempt):
             return  # the root has the rest
         first_holders = {process: members[0] for process, members in holders.items()}
         if first_holders != self._holders:  # 0.6 s for 4,096 processes
@@ -245,10 +245,9 @@ def restore(nodes: Nodes) -> None:
         version = version_at(nodes.location.child(step))
         if version is None:
             continue
-        count = nodes.uploads.part_count(step, version.attempt) or 0
         holders = nodes.holders(step, version).items()
         answering = {p for p, having in holders if any(m.node not in silent for m in having)}
-        lost = set(range(count)) - answering
+        lost = set(nodes.uploads.processes(step, version.attempt)) - answering
         for process in sorted(lost):
             if not able or able[process % len(able)] != nodes.group.index:
                 continue

@@ -30,8 +30,8 @@ def recover(nodes: Nodes) -> None:
         in_root = version_at(nodes.root.location.child(name))
         if version is None or in_root is None or in_root.name != version.name:
             continue
-        count = nodes.uploads.part_count(name, version.attempt) or 0
-        lost = sorted(set(range(count)) - nodes.holders(name, version).keys())
+        processes = nodes.uploads.processes(name, version.attempt)
+        lost = sorted(processes - nodes.holders(name, version).keys())
         if not lost or not in_root.copied:
             continue
         try:

@@ -9,7 +9,7 @@ from typing import Literal
 import msgspec
 import xxhash
 
-from unickpt.extend import Location, storage_context
+from unickpt.extend import Location, replaced_in, storage_context
 
 _PAUSE_S, _PAUSE_REMOTE_S = 0.05, 1.0
 _YES, _NO = b"yes", b"no"
@@ -30,19 +30,21 @@ class UploadNotes:
 
     def __init__(self, control: Location, job: str) -> None:
         self._notes = control.child("uploads").store(storage_context(fsync=False))
-        self._job = job
-        self._counts: dict[str, int] = {}
+        self._control, self._job = control, job
+        self._processes: dict[str, frozenset[int]] = {}
         self.pause_s = _PAUSE_REMOTE_S if control.is_remote else _PAUSE_S
 
-    def part_count(self, step: str, attempt: str) -> int | None:
-        """How many processes saved a step; None if that is not known."""
-        name = f"{step}.{attempt}.parts"
-        if name not in self._counts:
-            value = self._notes.read(name).result()
+    def processes(self, step: str, attempt: str) -> frozenset[int]:
+        """The processes whose files a committed step needs: not those for which others wrote.
+        Empty if that is not known."""
+        if attempt not in self._processes:
+            value = self._notes.read(f"{step}.{attempt}.parts").result()
             if value.state != "value" or not value.value.isdigit():
-                return None
-            self._counts[name] = int(value.value)
-        return self._counts[name]
+                return frozenset()
+            folder = self._control.child(f"{step}/processes/{attempt}")
+            replaced = replaced_in(folder.store(storage_context()))
+            self._processes[attempt] = frozenset(range(int(value.value))) - replaced
+        return self._processes[attempt]
 
     def set_part_count(self, step: str, attempt: str, count: int) -> None:
         """Records how many processes save a step."""
@@ -81,9 +83,8 @@ class UploadNotes:
 
     def missing(self, step: str, attempt: str, choice: str = "") -> list[int]:
         """The processes whose files of a step this job has not put into the root yet."""
-        count = self.part_count(step, attempt)
+        numbers = sorted(self.processes(step, attempt))
         names = {key.decode(errors="replace") for key in self._notes.list().result()}
-        numbers = range(count or 0)
         return [n for n in numbers if self._uploaded(step, attempt, n, choice) not in names]
 
     def note_upload(self, step: str, attempt: str, process: int, choice: str = "") -> None:
@@ -110,9 +111,9 @@ class UploadNotes:
     def has_copies(self, step: str, attempt: str) -> bool:
         """Whether another node has the files of each process, as far as this job knows."""
         prefix = f"{step}.{attempt}.copy-{self._job}-"
-        count = self.part_count(step, attempt)
+        processes = self.processes(step, attempt)
         names = {key.decode(errors="replace") for key in self._notes.list().result()}
-        return bool(count) and all(f"{prefix}{n:05d}" in names for n in range(count or 0))
+        return bool(processes) and all(f"{prefix}{n:05d}" in names for n in processes)
 
     def note_sum(self, step: str, attempt: str, name: str, count: int, survives: int) -> None:
         """Records that a node has a sum of other nodes' files, of the files as they now lie.

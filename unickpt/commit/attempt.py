@@ -363,5 +363,4 @@ def is_unneeded(attempt: Attempt) -> bool:
 
 def remove_unneeded(attempt: Attempt) -> None:
     """Removes the part of this process, which others have written."""
-    if attempt.location.shares_data:  # else others look for it, and may have added it up
-        attempt.own.remove(attempt.context)
+    attempt.own.remove(attempt.context)

@@ -1,13 +1,16 @@
-"""A process is stopped, and others write its part: the step is readable by the next job."""
+"""A process is stopped, and others write its part: nobody needs the files of its node."""
 
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
 
 from support.processes import Processes
+
+import unickpt
 
 JOB = """
 import logging, os, signal, sys, time
@@ -30,16 +33,18 @@ def stops(self, record, kind=".ok"):
     time.sleep(0.5)
     publish(self, record, kind)
 
-if rank == 1 and order == "save":
+if rank == 1 and order != "load":
     attempt.Attempt.publish = stops
 state = {"w": np.arange(60_000.0), "step": 0}
 options = unickpt.SaveOptions(fsync=False, timeout_s=30, chunk_bytes=4096)
-run = unickpt.Checkpointer(root, node_local=f"{nodes}/{rank}", options=options, upload_every=9)
-if order == "save":
+node, every = nodes.split()[rank], 1 if order == "upload" else 9
+run = unickpt.Checkpointer(root, node_local=node, options=options, upload_every=every)
+if order != "load":
     run.save(0, state).result()
+    if order == "upload":
+        run.wait()
     print("saved", flush=True)
-    dist.barrier()
-    os._exit(0)
+    time.sleep(60)
 loaded = run.load({"w": np.zeros(60_000), "step": -1})
 assert (loaded["w"] == state["w"]).all()
 print("resumed", loaded["step"], flush=True)
@@ -52,15 +57,45 @@ def read_until(process: Any, text: str) -> None:
         assert process.poll() is None
 
 
-def test_a_step_is_readable_though_a_node_has_none_of_its_chunks(
-    processes: Processes, tmp_path: Path
-) -> None:
-    arguments = tmp_path / "root", tmp_path / "nodes"
-    ranks = processes.torch(3, JOB, *arguments, "save")
+def stopped(processes: Processes, root: Path, order: str) -> list[Any]:
+    """The ranks of a job on three nodes, of which one is stopped during a save of all."""
+    nodes = [str(root.parent / name) for name in "abc"]
+    ranks = processes.torch(3, JOB, root, " ".join(nodes), order)
     read_until(ranks[1], "writing")
     os.kill(ranks[1].pid, signal.SIGSTOP)
-    read_until(ranks[0], "saved")
-    os.kill(ranks[1].pid, signal.SIGCONT)
-    processes.finish(ranks)
-    for said in processes.finish(processes.torch(3, JOB, *arguments, "load")):
+    for rank in ranks[::2]:
+        read_until(rank, "saved")
+    return ranks
+
+
+def resume(processes: Processes, root: Path, names: str) -> None:
+    nodes = [str(root.parent / name) for name in names]
+    for said in processes.finish(processes.torch(len(names), JOB, root, " ".join(nodes), "load")):
         assert "resumed 0" in said
+
+
+def test_its_node_removes_its_files(processes: Processes, tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    ranks = stopped(processes, root, "save")
+    os.kill(ranks[1].pid, signal.SIGCONT)
+    read_until(ranks[1], "saved")
+    assert not list((tmp_path / "b").glob("*/step_0/processes/*/00001"))
+    processes.close()
+    resume(processes, root, "abc")
+
+
+def test_its_node_may_be_lost(processes: Processes, tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    stopped(processes, root, "save")
+    processes.close()
+    shutil.rmtree(tmp_path / "b")
+    resume(processes, root, "ac")
+
+
+def test_the_upload_does_not_wait_for_it(processes: Processes, tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    ranks = stopped(processes, root, "upload")
+    assert unickpt.verify(root / "step_0").ok
+    os.kill(ranks[1].pid, signal.SIGCONT)
+    read_until(ranks[1], "saved")
+    assert not list(root.glob("step_0/processes/*/00001"))
