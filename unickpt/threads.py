@@ -59,7 +59,7 @@ class SerialExecutor:
         """
         if self._thread is threading.current_thread():
             return
-        goes_on = bool(most) or calling_user.active
+        goes_on = most or calling_user.active
         with self._changed:
             while len(self._work) + self._running > most and not (goes_on and self._calls_user):
                 self._changed.wait()
@@ -99,21 +99,18 @@ class _CallingUser(threading.local):
 
     executor: SerialExecutor | None = None
     """The one whose thread this is."""
-    _depth = 0
-
-    @property
-    def active(self) -> bool:
-        return self._depth > 0
+    active = 0
+    """How many of these calls this thread is in."""
 
     def __enter__(self) -> None:
-        self._depth += 1
+        self.active += 1
         if self.executor is not None:
             self.executor.calls_user(True)
 
     def __exit__(self, *_: object) -> None:
-        self._depth -= 1
+        self.active -= 1
         if self.executor is not None:
-            self.executor.calls_user(self.active)
+            self.executor.calls_user(self.active > 0)
 
 
 calling_user = _CallingUser()

@@ -26,7 +26,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import unickpt
-from unickpt import CheckpointExists, CheckpointNotFound, SaveOptions, StorageError, UnsupportedLeaf
+from unickpt import (
+    CheckpointExists,
+    CheckpointNotFound,
+    SaveConflict,
+    SaveOptions,
+    StorageError,
+    UnsupportedLeaf,
+)
 from unickpt.adapters import jax as jax_adapter
 from unickpt.adapters import torch as torch_adapter
 from unickpt.errors import SaveTimeout, StateChanged
@@ -564,6 +571,70 @@ def test_an_error_is_raised_although_a_handler_of_logging_fails(tmp_path: Path) 
     finally:
         logging.getLogger("unickpt").removeHandler(handler)
     queue.errors.raise_first()
+
+
+@pytest.mark.parametrize("has_begun", [False, True])
+def test_a_call_that_is_interrupted_leaves_no_thread_and_no_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_begun: bool
+) -> None:
+    """While its thread starts, which may have begun or not."""
+    begin, queue = PendingSave._begin, SaveQueue()
+
+    def interrupted(pending: PendingSave) -> None:
+        if has_begun:
+            begin(pending)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(PendingSave, "_begin", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            good(queue, tmp_path / "a")
+    assert good(queue, tmp_path / "b").result(5).arrays == 1
+    names = [thread.name for thread in threading.enumerate()]
+    assert not any(str(tmp_path / "a") in name for name in names)
+    assert not (tmp_path / "a").exists()
+    queue.errors.raise_first()
+
+
+def test_a_handler_of_a_signal_that_interrupts_a_save_does_not_wait_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Called on the same thread while it stages, it would wait for itself."""
+    stage, queue, refused = snapshot.Snapshot.stage_now, SaveQueue(), list[str]()
+
+    def handle() -> None:
+        for function in (queue.wait, lambda: good(queue, tmp_path / "b")):
+            with pytest.raises(SaveConflict, match="within this save") as raised:
+                function()
+            refused.append(str(raised.value))
+        unickpt.save(tmp_path / "c", {"w": np.ones(3)})  # as this does not wait
+
+    def interrupted(self: Any) -> None:
+        handle()
+        stage(self)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(snapshot.Snapshot, "stage_now", interrupted)
+        pending = good(queue, tmp_path / "a")
+    assert pending.result(5).arrays == 1
+    assert len(refused) == 2
+    assert good(queue, tmp_path / "b").result(5).arrays == 1
+
+
+def test_a_progress_function_that_waits_for_its_save_is_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    queue, returned = SaveQueue(), threading.Event()
+
+    def progress(done: int, total: int) -> None:
+        assert returned.wait(5)
+        queue.wait()
+
+    options = SaveOptions(fsync=False, staging="copy", progress=progress)
+    pending = queue.save(SaveRequest(tmp_path / "a", {"w": np.ones(3)}, options))
+    returned.set()
+    assert pending.result(5).arrays == 1
+    assert "such as progress=, neither save nor wait" in caplog.text
 
 
 def test_a_bad_leaf_is_found_by_the_call(tmp_path: Path) -> None:

@@ -17,7 +17,13 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
-from unickpt.errors import ForkedProcess, ProcessFailed, SaveTimeout, out_of_memory
+from unickpt.errors import (
+    ForkedProcess,
+    ProcessFailed,
+    SaveConflict,
+    SaveTimeout,
+    out_of_memory,
+)
 from unickpt.frameworks.process_group import Group
 from unickpt.options import SaveOptions
 from unickpt.quoting import error_text
@@ -193,11 +199,13 @@ class PendingSave:
         self._task, self._snapshot, self._previous = task, snapshot, previous
         self._callbacks, self._errors, self._events = callbacks, errors, task.events
         self._known = task.known
+        self._learned: LearnedBytes | None = None
         self._finished: Future[None] = Future()
         """Done when the save is over, and its `SaveOptions.metrics` was called."""
         self._report: SaveReport | None = None
         self._failure: Failure | None = None
         self._process = os.getpid()
+        self._begun = threading.Lock()  # not twice: on its thread, and for a call that failed
 
     def __repr__(self) -> str:
         ended = self._report if self._failure is None else self._failure.error
@@ -276,6 +284,9 @@ class PendingSave:
         A user's function waits only for saves to end, never for a metrics function to return: it
         could be waiting for itself, or for one that waits for it.
         """
+        if self.done():
+            return True
+        refuse_within(self._errors)
         if calling_user.active:
             return self._events.wait(SaveEvent.ENDED, timeout)
         return bool(wait([self._finished], timeout).done)
@@ -290,13 +301,16 @@ class PendingSave:
 
     def _begin(self) -> None:
         """Starts the thread that waits for its turn to write."""
-        threading.Thread(target=self._run, name=f"unickpt save {self.url}").start()
         unfinished.add(self)
+        threading.Thread(target=self._run, name=f"unickpt save {self.url}").start()
 
-    def _stage(self, waits: bool) -> None:
-        """Stages what must be staged while the caller waits; starts the rest in the background."""
+    def _stage(self, waits: bool) -> bool:
+        """Stages what must be staged while the caller waits; starts the rest in the background.
+
+        Returns:
+            Whether there is a rest.
+        """
         timings, snapshot = self._task.timings, self._snapshot
-        let_go = SaveEvent.RETURNED, SaveEvent.WRITABLE  # sooner, it would slow the caller down
         try:
             with snapshot.failing():
                 snapshot.prepare()
@@ -309,19 +323,26 @@ class PendingSave:
             has_later = (
                 snapshot.has_later
             )  # the writer failed, which is reported like any other error
-        except BaseException as error:
-            self._events.happened(*let_go)
-            self._events.wait(SaveEvent.ENDED)
-            self._errors.forget(self._failure)
-            if isinstance(error, MemoryError):
-                raise out_of_memory(f"saving to {self.url.rstrip('/')}", error) from error
-            raise
         timings.lap("stage")
         if not waits and (has_later or not snapshot.waits_for_commit):
             timings.unblock()
-        self._events.happened(*let_go)
-        if not has_later:
-            self.wait_staged()
+        self._events.happened(*_LET_GO)
+        return has_later
+
+    def _abort(self, error: BaseException) -> None:
+        """Fails the save, whose call raises this error; it may also be an interrupt before its
+        thread has begun. Returns when the save has ended.
+
+        Raises:
+            OutOfMemory: instead of the error, if that is a lack of memory.
+        """
+        self._snapshot.fail(error)
+        self._events.happened(*_LET_GO)
+        self._run()
+        self._events.wait(SaveEvent.ENDED)
+        self._errors.forget(self._failure)
+        if isinstance(error, MemoryError):
+            raise out_of_memory(f"saving to {self.url.rstrip('/')}", error) from error
 
     # --- on its own threads --------------------------------------------------------------------
 
@@ -331,10 +352,14 @@ class PendingSave:
         self._snapshot.stage_later()
 
     def _run(self) -> None:
+        if not self._begun.acquire(blocking=False):
+            return
         previous, self._previous = self._previous, None
         options, group = self._task.options, self._task.group
         try:
+            _this_thread.save = self
             self._write(previous)
+            _this_thread.save = None
             if self._failure is not None:
                 send_failure(options, self.url, group, self._failure.error)
             if previous is not None:
@@ -375,6 +400,34 @@ class PendingSave:
         self._snapshot.settle()
 
 
+class _Within(threading.local):
+    """The save that this thread stages or writes."""
+
+    save: PendingSave | None = None
+
+
+_this_thread = _Within()
+
+
+def refuse_within(errors: BackgroundErrors) -> None:
+    """Refuses to save or to wait within a save of the same queue, which would wait for itself.
+
+    Arguments:
+        errors: of the queue.
+
+    Raises:
+        SaveConflict: a signal handler, or another function of the user, interrupts the save.
+    """
+    save = _this_thread.save
+    if save is not None and save._errors is errors:
+        raise SaveConflict(
+            f"{save.url}: this was called within this save, for which it would wait. In a handler "
+            "of a signal, set a flag, as SaveEvery(preemption=True) does, and save in the loop; in "
+            "another function, such as progress=, neither save nor wait: SaveOptions.metrics may"
+        )
+
+
+_LET_GO = SaveEvent.RETURNED, SaveEvent.WRITABLE  # sooner, it would slow the caller down
 _MOST = 2  # saves in flight: one is written while the next is staged
 
 
@@ -426,13 +479,31 @@ class SaveQueue:
             Exception: also the error of an earlier save, if it was not raised yet.
         """
         self.check_process(f"{request.path}: ")
+        refuse_within(self.errors)
         with self.beginning, self.following(), ExitStack() as undo:
             undo.callback(request.callbacks.ended)
             pending = self._begin(request)
-            undo.pop_all()
-            self._is_forgotten = False
-            pending._stage(request.waits)
+            before, _this_thread.save = _this_thread.save, pending
+            try:
+                undo.pop_all()
+                self._add(pending)
+                pending._begin()
+                has_later = pending._stage(request.waits)
+            except BaseException as error:
+                pending._abort(error)
+                raise
+            finally:
+                _this_thread.save = before
+            if not has_later:
+                pending.wait_staged()
         return pending
+
+    def _add(self, pending: PendingSave) -> None:
+        """Adds a save to those in flight."""
+        learned, self._is_forgotten = pending._learned, False
+        if learned is not None:
+            self._learned.append(learned)
+        self._pending = [*(p for p in self._pending if not p._finished.done()), pending]
 
     def _begin(self, request: SaveRequest) -> PendingSave:
         if not request.is_delayed and len(self._pending) >= _MOST:
@@ -457,13 +528,10 @@ class SaveQueue:
                 snapshot = Snapshot(task, described_tree, self._area, request.owners, waited_s)
                 task.keep(snapshot.sources, snapshot.working_bytes)
                 pending = PendingSave(task, snapshot, previous, request.callbacks, self.errors)
-                pending._begin()
         except BaseException as error:
             send_failure(task.options, task.location.url, task.group, error)
             raise
-        if task.learned is not None and not request.is_delayed:
-            self._learned.append(task.learned)
-        self._pending = [*(p for p in self._pending if not p._finished.done()), pending]
+        pending._learned = None if request.is_delayed else task.learned
         return pending
 
     def _describe(self, task: SaveTask, request: SaveRequest) -> DescribedTree:

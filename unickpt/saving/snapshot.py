@@ -314,9 +314,13 @@ class Snapshot:
         try:
             yield
         except BaseException as error:
-            self.chunks.fail(error)
-            self._end()
+            self.fail(error)
             raise
+
+    def fail(self, error: BaseException) -> None:
+        """Fails the save with an error, and wakes threads that wait for staging."""
+        self.chunks.fail(error)
+        self._end()
 
     def settle(self) -> None:
         """Checks that lazily copied arrays have not changed since they were described.
