@@ -18,6 +18,7 @@ from unickpt.frameworks.process_group import Group
 from unickpt.quoting import changed_repr, quoted
 from unickpt.save_report import SaveReport
 from unickpt.storage import paths
+from unickpt.threads import is_plain
 
 if TYPE_CHECKING:
     from unickpt.features import SaveFeature
@@ -174,10 +175,10 @@ class SaveOptions(CommonOptions):
             raise ValueError(f"kept_cost={self.kept_cost!r} must be a number of at least 0")
         if self.base is not None:
             object.__setattr__(self, "base", paths.absolute(self.base))
-        if self.metrics is not None and not callable(self.metrics):
+        if self.metrics is not None and not is_plain(self.metrics):
             raise TypeError(
                 f"metrics is of type {type(self.metrics).__name__}, but is called with each "
-                "SaveReport; pass the metrics of a step to Checkpointer.save"
+                "SaveReport, and not awaited; pass the metrics of a step to Checkpointer.save"
             )
         if self.compression is not None and self.compression not in COMPRESSORS:
             raise ValueError(

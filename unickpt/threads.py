@@ -4,6 +4,7 @@ collection."""
 from __future__ import annotations
 
 import gc
+import inspect
 import os
 import sys
 import threading
@@ -88,6 +89,12 @@ class SerialExecutor:
                     self._failed(error)
             with self._changed:
                 self._changed.notify_all()
+
+
+def is_plain(function: object) -> bool:
+    """Whether this can be called, and no `async def`, whose result nothing would await."""
+    calls = function, getattr(function, "__call__", None)  # noqa: B004 - an object's may be async
+    return callable(function) and not any(map(inspect.iscoroutinefunction, calls))
 
 
 class _CallingUser(threading.local):

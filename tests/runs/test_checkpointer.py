@@ -251,6 +251,25 @@ def test_rules_that_make_no_sense(rules: dict[str, Any], message: str) -> None:
         Retention(**rules)
 
 
+def test_functions_that_nothing_would_await_are_refused() -> None:
+    async def function(*_: Any) -> bool:
+        return True
+
+    class Asynchronous:
+        async def __call__(self, *_: Any) -> bool:
+            return True
+
+    refused: Any
+    for refused in (function, Asynchronous()):
+        for name in ("keep", "keep_among"):
+            with pytest.raises(ValueError, match=f"{name}=.*; it is not awaited"):
+                Retention(**{name: refused})
+        with pytest.raises(TypeError, match="called with each SaveReport, and not awaited"):
+            SaveOptions(metrics=refused)
+        with pytest.raises(TypeError, match="a function, not async, of bytes done"):
+            SaveOptions(progress=refused)
+
+
 @pytest.mark.parametrize("kept", [["1"], [None]])
 def test_a_rule_that_returns_no_steps_removes_none(kept: Any) -> None:
     def by_name(steps: Any) -> Any:
