@@ -232,7 +232,7 @@ class Checkpointer:
             UnickptError: an earlier background error that was not raised yet; this save did not
                 start.
         """
-        self._queue.check_process()  # before the lock, which a thread of the parent may hold
+        self._queue.check_process()  # before the lock, which another thread may hold for ever
         with self._queue.beginning, self._queue.following():
             self._check_open()
             step, group = step_number(step), self._group(saves=True)

@@ -479,7 +479,6 @@ class SaveQueue:
             Exception: also the error of an earlier save, if it was not raised yet.
         """
         self.check_process(f"{request.path}: ")
-        refuse_within(self.errors)
         with self.beginning, self.following(), ExitStack() as undo:
             undo.callback(request.callbacks.ended)
             pending = self._begin(request)
@@ -601,14 +600,17 @@ class SaveQueue:
         return [pending for pending in self._pending if not pending.done()]
 
     def check_process(self, what: str = "") -> None:
-        """Refuses to work in a forked process, where no thread of the parent exists.
+        """Refuses to work in a forked process, where no thread of the parent exists, and within a
+        save of this queue.
 
         Arguments:
             what: the beginning of the message.
 
         Raises:
             ForkedProcess: this is one.
+            SaveConflict: see `refuse_within`.
         """
+        refuse_within(self.errors)
         if os.getpid() != self._process:
             raise ForkedProcess(
                 f"{what}this Checkpointer belongs to the parent process; create one in a process "
