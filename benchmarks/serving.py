@@ -8,11 +8,12 @@ round, all loaders take a turn in one process, in an order shuffled anew, with t
 cache. Timed is `load_weights`, which reads and fills the parameters, without making the model.
 Round 0 is not counted, and compares all parameters. Written and read bytes are from /proc/self/io.
 
-Give it an idle machine: the threads of vLLM's copies wait for each other, so other work slows it
-more than unickpt. On two cores, 64 MiB (48 of weights) from unickpt took 11 ms: opening 1.1, the
-recorded `load_weights` 1.7, comparing 0.7, reading 7, of which hashing is 1, and the end 0.7. vLLM
-took 7: copying from mapped files takes 3.6 of them. unickpt maps none: if one is truncated
-meanwhile, the process is killed.
+Give it an idle machine, or start it by `chrt -r 1` (`nice` has little effect between sessions of
+Linux): the threads of vLLM's copies wait for each other, so other work slows it more than unickpt.
+If processes of others begin or end meanwhile, compare processor time. On two cores, 64 MiB (48 of
+weights) from unickpt took 11 ms: opening 1.1, the recorded `load_weights` 1.7, comparing 0.7,
+reading 7, of which hashing is 1, and the end 0.7. vLLM took 7: copying from mapped files takes 3.6
+of them. unickpt maps none: if one is truncated meanwhile, the process is killed.
 """
 
 from __future__ import annotations
