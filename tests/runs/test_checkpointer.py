@@ -33,7 +33,7 @@ from unickpt import (
     UnsupportedLeaf,
 )
 from unickpt.commit import lease
-from unickpt.errors import InvalidPath, LaterStepsExist, ProcessFailed
+from unickpt.errors import InvalidPath, LaterStepsExist, ProcessFailed, SaveTimeout
 from unickpt.runs import tier_copies
 from unickpt.runs.retention import Retention
 from unickpt.runs.step_folder import StepFolder
@@ -960,3 +960,21 @@ def test_the_metrics_of_process_0_count(tmp_path: Path) -> None:
     assert Checkpointer(tmp_path).steps() == [1, 4]
     found = unickpt.open(tmp_path / "step_1").metadata["unickpt"]
     assert found == {"step": 1, "metrics": {"loss": 1.0}}
+
+
+def test_the_error_of_a_load_is_raised_where_another_process_has_ended(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, numbers(1))
+    for file in (tmp_path / "step_1").rglob("d/*"):
+        file.write_bytes(bytes(file.stat().st_size))
+
+    def agree(value: int) -> int:
+        if value == 1:  # that a copy is damaged; the newest step is 2 here
+            raise SaveTimeout("process 1 did not answer")
+        return value
+
+    options = SaveOptions(group=ProcessGroup(0, 2, session(), agree=agree))
+    checkpointer = Checkpointer(tmp_path, options=options)
+    with pytest.raises(CheckpointCorrupt, match="step_1") as caught:
+        checkpointer.load(numbers(0))
+    assert "process 1 did not answer" in str(caught.value.__cause__)

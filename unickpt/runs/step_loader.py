@@ -70,7 +70,7 @@ class StepLoader:
             result, error = self._try(target_step)
             outcome = _outcome(error, listed)
             if fallback or step is None:
-                outcome = agreed(self._group, outcome)
+                outcome = self._agreed(outcome, error)
             if outcome == _FINE:
                 return target_step, result
             tries += outcome == _GONE
@@ -166,8 +166,18 @@ class StepLoader:
         if self._steps.first.copies_differ and self._group.count > 1:
             if isinstance(error, ProcessFailed):  # that one has another error
                 outcome = _AGAIN
-            outcome = agreed(self._group, outcome)
+            outcome = self._agreed(outcome, error)
         return result, error, outcome
+
+    def _agreed(self, outcome: int, error: Exception | None) -> int:
+        """The outcome of all processes; where they cannot be reached, raises the error of this one
+        first."""
+        try:
+            return agreed(self._group, outcome)
+        except Exception as failure:
+            if error is None:
+                raise
+            raise error from failure
 
     def _failure(
         self, step: int, damage: Sequence[str], gone: CheckpointNotFound | None
