@@ -175,7 +175,8 @@ class SaveOptions(CommonOptions):
             raise ValueError(f"kept_cost={self.kept_cost!r} must be a number of at least 0")
         if self.base is not None:
             object.__setattr__(self, "base", paths.absolute(self.base))
-        if self.metrics is not None and not is_plain(self.metrics):
+        calls = self.metrics, getattr(self.metrics, "run_event", self.metrics)
+        if self.metrics is not None and not all(map(is_plain, calls)):
             raise TypeError(
                 f"metrics is of type {type(self.metrics).__name__}, but is called with each "
                 "SaveReport, and not awaited; pass the metrics of a step to Checkpointer.save"

@@ -270,6 +270,18 @@ def test_functions_that_nothing_would_await_are_refused() -> None:
             SaveOptions(progress=refused)
 
 
+def test_a_receiver_whose_events_nothing_would_await_is_refused() -> None:
+    class Receiver:
+        def __call__(self, report: Any) -> None:
+            pass
+
+        async def run_event(self, event: Any) -> None:
+            pass
+
+    with pytest.raises(TypeError, match="called with each SaveReport, and not awaited"):
+        SaveOptions(metrics=Receiver())
+
+
 @pytest.mark.parametrize("kept", [["1"], [None]])
 def test_a_rule_that_returns_no_steps_removes_none(kept: Any) -> None:
     def by_name(steps: Any) -> Any:
