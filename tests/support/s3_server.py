@@ -152,23 +152,3 @@ def requests() -> Iterator[list[Request]]:
 
     with mock.patch.object(DomainDispatcherApplication, "__call__", counted):
         yield seen
-
-
-@contextmanager
-def answering_together(count: int) -> Iterator[threading.Event]:
-    """Has servers of moto in this process answer only once they have so many requests at the same
-    time, which the event says, or after 20 s."""
-    from moto.moto_server.werkzeug_app import DomainDispatcherApplication
-
-    real, waiting, are_there = DomainDispatcherApplication.__call__, set[int](), threading.Event()
-
-    def answered(self: Any, environ: dict[str, Any], start_response: Any) -> Any:
-        waiting.add(threading.get_ident())
-        if len(waiting) >= count:
-            are_there.set()
-        are_there.wait(20)
-        waiting.discard(threading.get_ident())
-        return real(self, environ, start_response)
-
-    with mock.patch.object(DomainDispatcherApplication, "__call__", answered):
-        yield are_there
