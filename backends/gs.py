@@ -14,5 +14,6 @@ def spec(url: str) -> dict[str, Any]:
 
 # How often requests are tried. As for S3: about one minute instead of 15.
 _RETRIES = {"max_retries": 9, "initial_delay": "500ms", "max_delay": "16s"}
+# TensorStore has 32.
 _SMALL = {"gcs_request_concurrency": {"limit": 128}}
 SCHEME = schemes.Scheme("gs", spec, {"gcs_request_retries": _RETRIES}, small_objects=_SMALL)

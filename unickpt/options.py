@@ -18,7 +18,7 @@ from unickpt.frameworks.process_group import Group
 from unickpt.quoting import changed_repr, quoted
 from unickpt.save_report import SaveReport
 from unickpt.storage import paths
-from unickpt.threads import is_plain
+from unickpt.threads import is_synchronous
 
 if TYPE_CHECKING:
     from unickpt.features import SaveFeature
@@ -175,11 +175,16 @@ class SaveOptions(CommonOptions):
             raise ValueError(f"kept_cost={self.kept_cost!r} must be a number of at least 0")
         if self.base is not None:
             object.__setattr__(self, "base", paths.absolute(self.base))
-        calls = self.metrics, getattr(self.metrics, "run_event", self.metrics)
-        if self.metrics is not None and not all(map(is_plain, calls)):
+        if self.metrics is not None and not is_synchronous(self.metrics):
             raise TypeError(
                 f"metrics is of type {type(self.metrics).__name__}, but is called with each "
                 "SaveReport, and not awaited; pass the metrics of a step to Checkpointer.save"
+            )
+        hears = getattr(self.metrics, "run_event", None)
+        if callable(hears) and not is_synchronous(hears):
+            raise TypeError(
+                f"run_event of metrics={quoted(self.metrics)} is async, but is not awaited; make "
+                "it a plain function"
             )
         if self.compression is not None and self.compression not in COMPRESSORS:
             raise ValueError(

@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from unickpt.errors import MissingPackage
-from unickpt.threads import is_plain
+from unickpt.threads import is_synchronous
 
 _log = logging.getLogger("unickpt")
 
@@ -35,7 +35,7 @@ def check_progress(progress: object) -> None:
             "progress=True needs tqdm, which is not installed: pip install 'unickpt[progress]', "
             "or give a function progress(done, total)"
         )
-    if not (progress is None or isinstance(progress, bool) or is_plain(progress)):
+    if not (progress is None or isinstance(progress, bool) or is_synchronous(progress)):
         raise TypeError(
             f"progress is True or a function, not async, of bytes done and in total, not of type "
             f"{type(progress).__name__}"

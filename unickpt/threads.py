@@ -91,7 +91,7 @@ class SerialExecutor:
                 self._changed.notify_all()
 
 
-def is_plain(function: object) -> bool:
+def is_synchronous(function: object) -> bool:
     """Whether this can be called, and no `async def`, whose result nothing would await."""
     calls = function, getattr(function, "__call__", None)  # noqa: B004 - an object's may be async
     return callable(function) and not any(map(inspect.iscoroutinefunction, calls))

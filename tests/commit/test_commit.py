@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -25,7 +26,7 @@ from unickpt import (
     StorageError,
     UnsupportedLeaf,
 )
-from unickpt.commit import attempt
+from unickpt.commit import attempt, messages
 from unickpt.commit.attempt import Attempt
 from unickpt.commit.coordinator import Coordinator
 from unickpt.commit.merge import MergePolicies
@@ -719,6 +720,31 @@ def test_waiting_processes_ask_less_often_the_more_there_are(tmp_path: Path) -> 
     assert pause(1, 2) == 0.1
     assert pause(1, 4000) == 1
     assert pause(0, 4000) == 0.1, "the last record should not wait for the coordinator"
+
+
+def test_the_longest_pause_depends_on_how_long_a_poll_takes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def pauses(index: int, poll_s: float) -> list[float]:
+        seconds, slept = [0.0], list[float]()
+
+        def sleep(pause: float) -> None:
+            slept.append(pause)
+            seconds[0] += pause
+
+        def ready(notes: set[str]) -> bool:
+            seconds[0] += poll_s
+            return len(slept) == 40
+
+        clock = SimpleNamespace(monotonic=lambda: seconds[0], sleep=sleep)
+        monkeypatch.setattr(messages, "time", clock)
+        group = ProcessGroup(index, 100_000, "s")
+        Notes(paths.resolve(tmp_path), group, paths.context(), 1e6).wait(ready)
+        return slept
+
+    assert max(pauses(0, 0.001)) == 0.1
+    assert max(pauses(0, 2.0)) == 8, "it lists the records of all"
+    assert max(pauses(1, 0.001)) == 25
 
 
 @pytest.mark.parametrize("count", [150, pytest.param(2000, marks=pytest.mark.slow)])

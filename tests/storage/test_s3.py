@@ -29,6 +29,7 @@ from unickpt.format.verified_chunks import ChunkStore
 from unickpt.frameworks.process_group import ProcessGroup
 from unickpt.reading.listing import checkpoints_below
 from unickpt.storage import paths
+from unickpt.storage.tensorstore_calls import KvStore
 
 
 @dataclass(frozen=True)
@@ -246,14 +247,22 @@ def test_s3_a_dead_endpoint_is_said_soon(s3: Server, monkeypatch: pytest.MonkeyP
     assert time.monotonic() - started < 20
 
 
-def test_the_coordinator_reads_many_records_at_the_same_time(s3: Server) -> None:
+def test_the_coordinator_reads_many_records_at_the_same_time(
+    s3: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder, context = paths.resolve(s3.url("1/.tmp-attempt")), paths.context()
-    many = paths.for_small_objects(context)["s3_request_concurrency"].to_json()
-    assert many == {"limit": 128}, "32 at the same time would take 94 s for 100,000 processes"
     data, count = Record(0, NO_CHUNKS).encode(), 40
     store = folder.child("records").store(context)
     for write in [store.write(f"{process:05d}{OK}", data) for process in range(count)]:
         write.result()
     notes = Notes(folder, ProcessGroup(0, count, "session"), context, 1)
+    real, limits = KvStore.open, list[Any]()
+
+    def opened(spec: Any, context: ts.Context) -> KvStore:
+        limits.append(context["s3_request_concurrency"].to_json())
+        return real(spec, context)
+
+    monkeypatch.setattr(KvStore, "open", opened)
     records = notes.records(range(count), OK)
     assert [process for process, _ in records] == list(range(count))
+    assert limits == [{"limit": 128}], "32 at the same time would take 94 s for 100,000 processes"

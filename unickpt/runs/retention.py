@@ -9,7 +9,7 @@ from numbers import Integral, Real
 from typing import Literal
 
 from unickpt.quoting import changed_repr, quoted
-from unickpt.threads import calling_user, is_plain
+from unickpt.threads import calling_user, is_synchronous
 
 Metrics = Mapping[str, float]
 
@@ -60,12 +60,12 @@ class Retention:
             object.__setattr__(self, "metric", str.__str__(self.metric))
         if self.best not in ("min", "max"):
             raise ValueError(f"best={self.best!r} must be 'min' or 'max'")
-        if self.keep is not None and not is_plain(self.keep):
+        if self.keep is not None and not is_synchronous(self.keep):
             raise ValueError(
                 f"keep={self.keep!r} must be a function of a step, or a Retention, such as "
                 "Retention(keep_every=100); it is not awaited"
             )
-        if self.keep_among is not None and not is_plain(self.keep_among):
+        if self.keep_among is not None and not is_synchronous(self.keep_among):
             raise ValueError(
                 f"keep_among={self.keep_among!r} must be a function of all steps; it is not awaited"
             )

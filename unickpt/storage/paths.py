@@ -256,8 +256,8 @@ def context(*, fsync: bool = True) -> ts.Context:
 
 
 def for_small_objects(context: ts.Context) -> ts.Context:
-    """The context, but for many small objects: with more requests at the same time."""
-    return ts.Context(dict(schemes.small_objects()), parent=context)
+    """A context like another one, but with more requests at the same time, of small objects."""
+    return ts.Context(schemes.small_objects(), parent=context)
 
 
 def is_durable(context: ts.Context) -> bool:

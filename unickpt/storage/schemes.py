@@ -45,7 +45,8 @@ class Scheme:
         location: the class of its locations; `LocalLocation` if its driver is `file`.
         credentials: names, for messages about refused requests, their credentials.
         is_internal: whether only unickpt makes its URLs, so that `names` does not list it.
-        small_objects: resources instead of those, for many small objects at the same time.
+        small_objects: what replaces some of `resources` where many small objects are read at the
+            same time.
     """
 
     name: str
@@ -93,9 +94,12 @@ def resources() -> Sequence[Resources]:
     return [scheme.resources for scheme in _used_schemes()]
 
 
-def small_objects() -> Mapping[str, Any]:
-    """The resources for many small objects, of the schemes that this process uses."""
-    return {name: x for scheme in _used_schemes() for name, x in scheme.small_objects.items()}
+def small_objects() -> dict[str, Any]:
+    """The resources for many small objects of all schemes that this process uses."""
+    merged = dict[str, Any]()
+    for scheme in _used_schemes():
+        merged |= scheme.small_objects
+    return merged
 
 
 def _credentials() -> str:
