@@ -362,6 +362,8 @@ class Events(Generic[EventKind]):
 
     def wait(self, event: EventKind, timeout: float | None = None) -> bool:
         """Waits until one has happened; False if that takes more than `timeout` seconds."""
+        if event in self._happened:
+            return True
         with self.changed:
             return self.changed.wait_for(lambda: event in self._happened, timeout)
 
