@@ -3,8 +3,9 @@
     python benchmarks/parity.py [folder] [--gib 2] [--rounds 5]
 
 Prints medians over the rounds, for durable saves and for saves without fsync. "9/8" is a save
-without parity of an eighth more arrays: what only the bytes of (8, 1) cost. Before each save, memory
-is filled and freed: a virtual machine may have to get it from its host, at the cost of a save.
+without parity of an eighth more arrays: what only the bytes of (8, 1) cost. Before each save,
+memory is filled and freed, since a virtual machine may have to get it from its host, which takes
+as long as a save.
 """
 
 from __future__ import annotations

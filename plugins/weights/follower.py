@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
 
-from unickpt import Checkpoint, CheckpointNotFound, Rules
+from unickpt import Checkpoint, CheckpointNotFound, Rules, UnickptError
 from unickpt.errors import CheckpointReplaced, UnsupportedFormat
 from unickpt.extend import (
     LoadRequest,
@@ -160,7 +160,7 @@ class Follower:
 
         Arguments:
             pause: returns a context manager within which the engine does not use the weights;
-                entered only for the flip.
+                entered only for the flip. An error of its end is raised after the flip.
 
         Returns:
             Whether another version is live now.
@@ -296,16 +296,28 @@ class Follower:
             staged, request, view = self._staged(checkpoint)
             if self._steps.version(version) != identity:
                 raise CheckpointReplaced(f"{checkpoint.location} was replaced during the update")
-            times = [time.perf_counter()]
-            with pause():
-                times.append(time.perf_counter())
-                flip(staged.changes, _threads())
-                times.append(time.perf_counter())
+            times, is_flipped = [time.perf_counter()], False
+            try:
+                with pause():
+                    times.append(time.perf_counter())
+                    flip(staged.changes, _threads())
+                    is_flipped = True
+                    times.append(time.perf_counter())
+            finally:
+                if is_flipped:  # even if the end of the pause fails
+                    self._flipped(staged, request, view)
+                    previous, self._version = self._version, version
+                    self._state, self._identity = staged.state, identity
+                    self._newest_seen = max(self._newest_seen, version)
             times.append(time.perf_counter())
-            self._flipped(staged, request, view)
+            if not is_flipped:
+                raise UnickptError(
+                    f"{checkpoint.location}: changing the weights failed, and pause= suppressed "
+                    f"the error; version {self._version} stays live"
+                )
             self.last_update = UpdateReport(
                 version,
-                self._version,
+                previous,
                 *staged.chunks,
                 read_bytes=staged.read_bytes,
                 staged_bytes=staged.staged_bytes,
@@ -315,8 +327,6 @@ class Follower:
                 pause_s=times[2] - times[1],
                 resume_s=times[3] - times[2],
             )
-            self._state, self._identity, self._version = staged.state, identity, version
-            self._newest_seen = max(self._newest_seen, version)
         finally:
             self._lease.hold([self._version])
 

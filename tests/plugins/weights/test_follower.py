@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,14 @@ import torch
 from jax.sharding import NamedSharding, PartitionSpec
 
 import unickpt
-from unickpt import CheckpointCorrupt, CheckpointNotFound, LoadMismatch, Rules, SaveOptions
+from unickpt import (
+    CheckpointCorrupt,
+    CheckpointNotFound,
+    LoadMismatch,
+    Rules,
+    SaveOptions,
+    UnickptError,
+)
 from unickpt.plugins.weights import Follower, Publisher, array_sha256, live_arrays
 from unickpt.plugins.weights import follower as follower_module
 
@@ -366,6 +373,40 @@ def test_the_version_is_reported_after_the_flip(trainer: Trainer, tmp_path: Path
 
         assert follower.update(pause=pause)
         assert follower.version == 1
+
+
+def test_a_pause_whose_end_fails_leaves_the_new_version(trainer: Trainer, tmp_path: Path) -> None:
+    live = empty()
+
+    @contextmanager
+    def pause() -> Iterator[None]:
+        yield
+        raise OSError("the engine is gone")
+
+    with Follower(tmp_path / "run", live) as follower:
+        trainer.publish(0)
+        with pytest.raises(OSError, match="the engine is gone"):
+            follower.update(pause=pause)
+        assert (follower.version, bits(live)) == (0, bits(trainer.versions[0]))
+        assert follower.check().ok
+        trainer.publish(1)
+        assert follower.update()
+        assert (follower.version, bits(live)) == (1, bits(trainer.versions[1]))
+
+
+def test_a_pause_that_suppresses_errors_hides_no_failed_flip(
+    trainer: Trainer, tmp_path: Path
+) -> None:
+    live = empty()
+    with Follower(tmp_path / "run", live) as follower:
+        trainer.publish(0)
+        follower.update()
+        trainer.publish(1)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(live_arrays.ElementsChange, "apply", lambda change: 1 // 0)
+            with pytest.raises(UnickptError, match="version 0 stays live"):
+                follower.update(pause=lambda: suppress(ZeroDivisionError))
+        assert (follower.version, bits(live)) == (0, bits(trainer.versions[0]))
 
 
 def test_weights_that_someone_changed_are_corrected_where_a_version_changes_them(
