@@ -13,7 +13,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import chain
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -102,7 +102,14 @@ class _Together:
         for source, read in zip(sources, reads, strict=True):
             for fragment in source.fragments:
                 fragment.read = read
-        return sum(source.held_bytes for source in sources) if self.copied else 0
+        if not self.copied:
+            return 0
+        nbytes = self._nbytes
+        return sum(nbytes if indices is None else map(nbytes.__getitem__, indices))
+
+    @cached_property
+    def _nbytes(self) -> list[int]:
+        return [source.held_bytes for source in self.sources]
 
     def current(
         self, names: Collection[str], values: Sequence[Any], job_group: Group
