@@ -470,8 +470,10 @@ def _refusal(leaf: Any) -> str:
             f"a quantized tensor ({leaf.dtype}) cannot be stored; save its int_repr(), scale and "
             "zero point"
         )
-    names = ", ".join(str(d).removeprefix("torch.") for d in TO_NUMPY)
-    return f"dtype {leaf.dtype} has no framework-neutral form; supported are {names}"
+    return (
+        f"dtype {leaf.dtype} has no framework-neutral form; store "
+        f"x.view(torch.uint{8 * leaf.dtype.itemsize}), and call .view({leaf.dtype}) after the load"
+    )
 
 
 def _is_sharded_tensor(leaf: Any) -> bool:

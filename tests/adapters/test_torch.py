@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -87,8 +88,24 @@ def test_every_value_of_the_16_bit_floats(tmp_path: Path) -> None:
 def test_a_dtype_without_a_neutral_form_is_refused(dtype: Any, tmp_path: Path) -> None:
     tensor = torch.empty(2, dtype=torch.uint8)
     tensor = tensor.view(dtype) if dtype.itemsize == 1 else torch.empty(2, dtype=dtype)
-    with pytest.raises(unickpt.UnsupportedLeaf, match=rf"'x': .*{dtype}.*(bfloat16|int_repr)"):
+    with pytest.raises(unickpt.UnsupportedLeaf, match=rf"'x': .*{dtype}.*(view\({dtype}|int_repr)"):
         save(tmp_path / "c", {"x": tensor})
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+@pytest.mark.parametrize(
+    "dtype", [torch.complex32, torch.bits16, torch.int4, torch.float4_e2m1fn_x2], ids=str
+)
+def test_the_error_says_how_to_store_its_bits(dtype: Any, tmp_path: Path) -> None:
+    tensor = torch.arange(12 * dtype.itemsize, dtype=torch.uint8).view(dtype).reshape(3, 4)
+    with pytest.raises(unickpt.UnsupportedLeaf) as error:
+        save(tmp_path / "c", {"x": tensor})
+    there, back = re.findall(r"\.view\(torch\.(\w+)\)", str(error.value))
+    save(tmp_path / "c", {"x": tensor.view(getattr(torch, there))})
+    like = {"x": torch.zeros_like(tensor).view(getattr(torch, there))}
+    loaded = unickpt.load(tmp_path / "c", like)["x"].view(getattr(torch, back))
+    assert loaded.dtype == dtype
+    assert torch.equal(loaded.view(torch.uint8), tensor.view(torch.uint8))
 
 
 # --- storage --------------------------------------------------------------------------------------
