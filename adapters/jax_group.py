@@ -197,9 +197,12 @@ class JaxGroup(BoundedGroup):
             ) from error
 
     def exchange(self, data: Array, sent: Sequence[int], received: Sequence[int]) -> Array:
-        # One shape, so that XLA compiles once; repeated until the longest part is sent.
-        extent = max(_LEAST_SLICE, _SLICES // self.count)
-        times = self._agree(-(-max(*sent, *received) // extent), LOAD)
+        # Two shapes, so that XLA compiles twice at most: most messages are short, and a long one
+        # repeats the large shape until its longest part is sent.
+        longest = self._agree(max(*sent, *received), LOAD)
+        short = longest <= _LEAST_SLICE
+        extent = _LEAST_SLICE if short else max(_LEAST_SLICE, _SLICES // self.count)
+        times = -(-longest // extent)
         starts, ends = ([0, *itertools.accumulate(sizes)] for sizes in (sent, received))
         output = np.empty(sum(received), np.uint8)
         devices = (self._part or _GroupPart(jax.devices())).devices

@@ -22,6 +22,7 @@ from support.counts import keys_read
 from support.processes import Processes
 
 import unickpt
+from unickpt.adapters import jax_group
 
 HERE = TESTS
 WHOLE = np.random.default_rng(11).random((24, 16), np.float32)
@@ -202,6 +203,40 @@ def test_layouts_over_two_processes(run: Start, tmp_path: Path) -> None:
         assert found[name].tobytes() == WHOLE.tobytes()
     assert found["rng"].values == ({"seed": 0}, {"seed": 1})
     assert unickpt.verify(tmp_path / "c").ok
+
+
+# --- messages -----------------------------------------------------------------------------------
+
+SHORT = 64 << 10
+LENGTHS = [
+    [[0, 0], [0, 0]],
+    [[1, 5], [0, 3]],
+    [[2, SHORT], [SHORT - 1, 0]],
+    [[0, SHORT + 1], [7, 0]],
+    [[3, 0], [5 * SHORT + 9, 4 * SHORT]],  # in several slices
+]
+"""Of the bytes that each process sends to each, in one exchange after another."""
+
+
+def message(number: int, sender: int, receiver: int) -> np.ndarray:
+    rng = np.random.default_rng([number, sender, receiver])
+    return rng.integers(0, 256, LENGTHS[number][sender][receiver], np.uint8)
+
+
+def exchange(folder: str) -> None:
+    jax_group._SLICES = 4 * SHORT
+    group, me = jax_group.JaxGroup(), jax.process_index()
+    right = []
+    for number, lengths in enumerate(LENGTHS):
+        outbox = np.concatenate([message(number, me, other) for other in (0, 1)])
+        inbox = group.exchange(outbox, lengths[me], [sizes[me] for sizes in lengths])
+        expected = np.concatenate([message(number, other, me) for other in (0, 1)])
+        right.append(inbox.tobytes() == expected.tobytes())
+    print(json.dumps(right))
+
+
+def test_messages_of_any_length_arrive(run: Start, tmp_path: Path) -> None:
+    assert run(exchange, tmp_path) == [[True] * len(LENGTHS)] * 2
 
 
 # --- failures -----------------------------------------------------------------------------------

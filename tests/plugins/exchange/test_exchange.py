@@ -44,7 +44,7 @@ RULES = """
 """
 L, E, H, D, A, B, F = 4, 48, 3, 16, 40, 24, 80
 SHAPES = {"q": (L, E, H, D), "qkv": (L, E, A + B), "mlp": (L, E, F), "norm": (L, E)}
-SMALL = SaveOptions(chunk_bytes=4 * E, fsync=False)
+SMALL = SaveOptions(chunk_bytes=16 * E, fsync=False)
 
 
 def left() -> dict[str, np.ndarray]:
