@@ -497,3 +497,25 @@ def test_its_error_after_that_removes_nothing_of_others(forks: Forks, tmp_path: 
     assert same(unickpt.load(path), numbers(1))
     assert said == "saved"
     assert not list(path.glob("processes/*/00001"))
+
+
+# --- chunks that process 0 and others have to write -----------------------------------------------
+
+
+@pytest.mark.integration
+def test_others_write_what_is_requested_while_process_0_writes_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, path = writer.ChunkWriter.write_more, tmp_path / "c"
+
+    def write_more(self: writer.ChunkWriter, items: Any) -> Any:
+        if self._attempt.group.index == 0:
+            until(lambda: list(path.glob("processes/*/records/00001.more")))
+        return real(self, items)
+
+    monkeypatch.setattr(writer.ChunkWriter, "write_more", write_more)
+    monkeypatch.setattr(f"{__name__}.SECONDS", 5)
+    large = {f"{n}": np.full((300, 200), n, np.float32) for n in range(6)}
+    results = save_in_job(path, 3, lambda index: large if index < 2 else {"c": np.ones(3)})
+    assert not [result for result in results if isinstance(result, BaseException)]
+    assert same(unickpt.load(path), large | {"c": np.ones(3)})

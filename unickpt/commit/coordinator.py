@@ -203,11 +203,12 @@ class Coordinator:
     def _request(self, requests: Requests) -> Records:
         """Requests chunks that their planned writers do not hold from other processes."""
         ours = self.attempt.group.index
-        own_records = [(ours, self._write_more(requests[ours]))] if ours in requests else []
         other_processes = [process for process in requests if process != ours]
-        self._more = own_records
-        if other_processes or self._replaced:
+        if is_sent := bool(other_processes or self._replaced):
             self.attempt.notes.request({**requests, **{process: {} for process in self._replaced}})
+        own_records = [(ours, self._write_more(requests[ours]))] if ours in requests else []
+        self._more = own_records
+        if is_sent:
             self._more = [*own_records, *self._collect(other_processes, MORE)]
         return self._more
 
