@@ -13,7 +13,12 @@ from numbers import Integral
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, get_args
 
 from unickpt import doors
-from unickpt.frameworks.host_memory import CommonOptions, MemoryBudget, check_number
+from unickpt.frameworks.host_memory import (
+    CommonOptions,
+    MemoryBudget,
+    check_flags,
+    check_number,
+)
 from unickpt.frameworks.process_group import Group
 from unickpt.quoting import changed_repr, quoted
 from unickpt.save_report import SaveReport
@@ -162,6 +167,7 @@ class SaveOptions(CommonOptions):
         if self.staging not in STAGINGS:
             raise ValueError(f"staging {self.staging!r} is not one of {', '.join(STAGINGS)}")
         self.check_common()
+        check_flags(fsync=self.fsync, check_replicas=self.check_replicas)
         check_number("chunk_bytes", self.chunk_bytes)
         if self.chunk_shape is not None and not _is_shape(self.chunk_shape):
             raise ValueError(

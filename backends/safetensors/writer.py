@@ -80,6 +80,8 @@ class HuggingFaceWriter:
         _size(self.max_shard_size)
         if self.dtype is not None and not _is_float(self.dtype):
             raise ValueError(f"dtype={self.dtype!r} is no floating-point dtype of safetensors")
+        if self.config is not None and not os.path.isdir(self.config):
+            raise ValueError(f"config={os.fspath(self.config)!r} is not a folder")
 
     def plan(self, index: Index, most_bytes: int, file: str | None) -> Plan:
         _check_model(index)
@@ -226,8 +228,6 @@ def _beside(folder: str | os.PathLike[str] | None, dtype: str | None) -> list[Pl
     """Copies of the files of a folder, without weights and subfolders."""
     if folder is None:
         return []
-    if not os.path.isdir(folder):
-        raise ValueError(f"config={os.fspath(folder)!r} is not a folder")
     copies = []
     for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
         if not entry.is_file() or entry.name[0] == "." or _WEIGHTS.fullmatch(entry.name):

@@ -81,6 +81,8 @@ def seal(path: PathLike, *, overwrite: bool = False, progress: Progress = None) 
                 f"{location} is sealed: check it with `unickpt seal --check`. If it was "
                 "changed on purpose, seal it again with --overwrite"
             )
+        if not files.names:
+            raise CheckpointNotFound(f"there are no files in {location}")
         readers = {name: format_named(name).open(files, {}) for name in FORMATS}
         format = next((name for name, reader in readers.items() if reader is not None), None)
         if format is None or MANIFEST in files.here:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
 
-from unickpt import Checkpoint, CheckpointNotFound, Rules, UnickptError
+from unickpt import Checkpoint, CheckpointNotFound, LoadMismatch, Rules, UnickptError
 from unickpt.errors import CheckpointReplaced, UnsupportedFormat
 from unickpt.extend import (
     LoadRequest,
@@ -131,7 +131,7 @@ class Follower:
         self._identity: Version | None = None
         self._newest_seen = -1
         self._state = LiveState()
-        self._is_closed = False
+        self._is_closed = self._has_warned = False
         self.last_update: UpdateReport | None = None
         """What the last update or rollback did."""
 
@@ -176,7 +176,7 @@ class Follower:
                 newest = max(self.versions(), default=-1)
                 is_replaced = newest == self._version and self._is_replaced(newest)
                 if newest <= self._newest_seen and not is_replaced:
-                    self._warn_of_older(newest)
+                    self._warn(newest)
                     return False
                 try:
                     self._make_live(newest, pause)
@@ -262,7 +262,11 @@ class Follower:
         current = self._steps.version(version)
         return current is not None and current != self._identity
 
-    def _warn_of_older(self, newest: int) -> None:
+    def _warn(self, newest: int) -> None:
+        """Warns of versions that are missing."""
+        if newest < 0 and self._version is None and not self._has_warned:
+            self._has_warned = True
+            _log.warning("%s: no version is published there yet", self._steps.location)
         if self._version is not None and newest < self._version:
             _log.warning(
                 "%s: version %s is live here, but the newest there is %s",
@@ -280,7 +284,12 @@ class Follower:
         rules, text = self._rules, checkpoint.metadata.get(RULES_METADATA)
         if rules is None and isinstance(text, str):
             rules = Rules.parse(text, name="the publisher's rules")
-        return plan_load(checkpoint, tree, rules)
+        try:
+            return plan_load(checkpoint, tree, rules)
+        except LoadMismatch as error:
+            raise LoadMismatch(
+                f"{error}\nOf what is advised here, a Follower takes rules="
+            ) from None
 
     def _make_live(self, version: int, pause: Pause) -> None:
         """Makes a version live, or leaves the old one.

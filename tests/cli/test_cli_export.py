@@ -65,6 +65,7 @@ def test_mistakes_are_told(tmp_path: Path) -> None:
         ("--to", "npz", "--dtype", "bfloat16"): "dtype",
         ("--to", "hf", "--max-shard-size", "much"): "5GB",
         ("--to", "hf", "--dtype", "int8"): "floating-point",
+        ("--to", "hf", "--config", "nowhere"): "'nowhere' is not a folder",
     }.items():
         assert words in run("export", tmp_path / "c", tmp_path / "x", *options, code=2)
     (tmp_path / "x").mkdir()

@@ -45,6 +45,20 @@ FAST = SaveOptions(fsync=False, timeout_s=20, chunk_bytes=4096)
 # --- saving and loading --------------------------------------------------------------------------
 
 
+def test_a_step_that_is_being_saved_is_not_loaded_yet(tmp_path: Path) -> None:
+    go = threading.Event()
+    options = replace(FAST, progress=lambda done, total: go.wait(20))
+    with Checkpointer(tmp_path / "run", options=options) as checkpointer:
+        checkpointer.save(1, numbers(1))
+        try:
+            with pytest.raises(CheckpointNotFound, match=r"being saved: 1\. Call wait\(\) first"):
+                checkpointer.load()
+        finally:
+            go.set()
+        checkpointer.wait()
+        assert same(checkpointer.load(), numbers(1))
+
+
 def test_steps_are_saved_found_and_loaded(tmp_path: Path) -> None:
     with Checkpointer(tmp_path / "run", options=FAST) as checkpointer:
         assert checkpointer.steps() == []

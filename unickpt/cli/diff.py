@@ -82,10 +82,10 @@ def _print_report(report: DiffReport) -> None:
     if report.differences:
         columns = ("leaf", "differs in", "first", "second", "max abs", "max rel")
         print_table(columns, map(_cells, report.differences))
-    compared = (
-        f"{counted(report.arrays, 'array')} compared in {report.seconds:.2f} s; "
-        f"{size_text(report.read_bytes)} read, the rest is equal by its digests"
-    )
+    compared = f"{counted(report.arrays, 'array')} compared in {report.seconds:.2f} s"
+    if report.arrays:
+        read = size_text(report.read_bytes)
+        compared += f"; {read} read, the rest is equal by its digests"
     head = ("same: ", "bold green") if report.same else ("different: ", "bold red")
     out.print(Text.assemble(head, compared))
 

@@ -329,6 +329,17 @@ def check_number(name: str, value: object) -> None:
         raise ValueError(f"{name}={value!r} must be a positive number")
 
 
+def check_flags(**flags: object) -> None:
+    """Refuses flags that are no truth values, such as "no", which Python takes for true.
+
+    Raises:
+        TypeError: one is neither True nor False.
+    """
+    for name, value in flags.items():
+        if not isinstance(value, bool | np.bool_):
+            raise TypeError(f"{name}={value!r} must be True or False")
+
+
 def processes_here(group: Group | None) -> int:
     """How many processes share the memory of this node; an upper bound if not known exactly.
 

@@ -16,6 +16,7 @@ from unickpt.errors import LoadMismatch
 from unickpt.format.index import RESERVED, ArrayEntry
 from unickpt.format.reader_protocol import Reader
 from unickpt.frameworks.adapter_protocol import Adapter, ArrayTarget, StoredTree
+from unickpt.frameworks.host_memory import check_flags
 from unickpt.frameworks.leaves import (
     PerProcess,
     PerProcessValues,
@@ -193,6 +194,9 @@ def load(
             f"framework={framework!r} is for a load without `like`: the arrays of `like` "
             "already have a framework; leave out one of the two"
         )
+    check_flags(
+        strict=strict, cast=cast, return_report=return_report, strict_experts=strict_experts
+    )
     policy = Policy(
         _chosen("missing", missing, "keep") or not strict,
         _chosen("unexpected", unexpected, "skip") or not strict,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from unickpt.frameworks.host_memory import CommonOptions, MemoryBudget
+from unickpt.frameworks.host_memory import CommonOptions, MemoryBudget, check_flags
 from unickpt.frameworks.process_group import Group
 from unickpt.quoting import changed_repr
 
@@ -51,5 +51,6 @@ class LoadOptions(CommonOptions):
 
     def __post_init__(self) -> None:
         self.check_common()
+        check_flags(verify=self.verify)
         if not (self.exchange is None or isinstance(self.exchange, bool)):
             raise TypeError(f"exchange={self.exchange!r} must be True, False or None")

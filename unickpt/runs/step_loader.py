@@ -111,7 +111,9 @@ class StepLoader:
                 self._steps.root.check_no_checkpoint()
             except CheckpointExists as error:
                 raise CheckpointNotFound(str(error)) from None
-            raise CheckpointNotFound(_no_step(self._steps.root.location))
+            raise CheckpointNotFound(
+                _no_step(self._steps.root.location, self._steps.in_use.saved())
+            )
         return newest
 
     def _try(self, step: int) -> tuple[Any, Exception | None]:
@@ -213,9 +215,12 @@ def _outcome(error: Exception | None, listed: bool) -> int:
     return _GONE if listed and isinstance(error, CheckpointNotFound) else _FAILED
 
 
-def _no_step(location: Location) -> str:
+def _no_step(location: Location, saved: Sequence[int]) -> str:
     """Text for a run without steps, with the folders that it has instead, such as another
-    system's."""
+    system's, and the steps that are being saved."""
+    if saved:
+        shown = first_few(sorted(saved))
+        return f"no step is committed in {location} yet; being saved: {shown}. Call wait() first"
     foreign_folders: list[str] = []
     with suppress(Failed):  # the folder does not exist
         folders = location.folders(paths.context())

@@ -18,7 +18,7 @@ from unickpt.commit.messages import NO_CHUNKS, Record, Totals, WriteMore
 from unickpt.errors import SaveConflict, SaveTimeout, StorageError
 from unickpt.format.index import Index
 from unickpt.frameworks.adapter_protocol import ArraySource
-from unickpt.frameworks.host_memory import share
+from unickpt.frameworks.host_memory import check_flags, share
 from unickpt.frameworks.leaves import adapters, job_group
 from unickpt.frameworks.process_group import (
     Group,
@@ -179,6 +179,7 @@ class SaveTask:
         find_base: Callable[[], paths.PathLike | None] = lambda: None,
         group: Group | None = None,
     ) -> None:
+        check_flags(overwrite=overwrite)
         self.timings = Timings()
         self.state, self.events = SaveState.REQUESTED, Events[SaveEvent]()
         self._overwrite, self.options, self._find_base = overwrite, options, find_base

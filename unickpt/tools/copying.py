@@ -31,6 +31,7 @@ from unickpt.format.index import BORROWED_KEY, INDEX_KEY, BaseEntry, Index
 from unickpt.format.ocdbt_reader import OcdbtReader
 from unickpt.format.reader_protocol import ChunkId
 from unickpt.format.refusals import refuse_unknown
+from unickpt.frameworks.host_memory import check_flags
 from unickpt.progress import Progress, reporting
 from unickpt.reading import checkpoint
 from unickpt.reading.verification import verify_opened
@@ -109,6 +110,7 @@ def copy(
         1
     """
     started = time.monotonic()
+    check_flags(overwrite=overwrite)
     origin, target = paths.resolve(source, or_file=True), paths.resolve(destination)
     where = f"copying {origin} to {target}"
     reader = checkpoint.opened(source).reader

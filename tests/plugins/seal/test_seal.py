@@ -122,9 +122,11 @@ def test_a_seal_is_replaced_only_on_request(tmp_path: Path) -> None:
 
 def test_other_formats_are_refused(tmp_path: Path) -> None:
     unickpt.save(tmp_path / "ours", ARRAYS)
+    with pytest.raises(UnsupportedFormat, match="no folder of safetensors or gguf"):
+        seal(tmp_path / "ours")
     (tmp_path / "none").mkdir()
-    for name in ("ours", "none"):
-        with pytest.raises(UnsupportedFormat, match="no folder of safetensors or gguf"):
+    for name in ("none", "nowhere"):
+        with pytest.raises(CheckpointNotFound, match=f"there are no files in .*{name}"):
             seal(tmp_path / name)
 
 

@@ -327,7 +327,7 @@ def test_what_does_not_fit_leaves_the_old_version(trainer: Trainer, tmp_path: Pa
         follower.update()
         trainer.state["b"] = np.arange(9.0)
         trainer.publish(1)
-        with pytest.raises(LoadMismatch, match="b"):
+        with pytest.raises(LoadMismatch, match=r"(?s)b.*a Follower takes rules="):
             follower.update()
         assert (follower.version, bits(live)) == (0, bits(trainer.versions[0]))
 
@@ -373,6 +373,14 @@ def test_the_version_is_reported_after_the_flip(trainer: Trainer, tmp_path: Path
 
         assert follower.update(pause=pause)
         assert follower.version == 1
+
+
+def test_a_folder_without_versions_is_warned_of_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Follower(tmp_path / "mistyped", empty()) as follower:
+        assert [follower.update() for _ in range(3)] == [False, False, False]
+    assert caplog.text.count("mistyped: no version is published there yet") == 1
 
 
 def test_a_pause_whose_end_fails_leaves_the_new_version(trainer: Trainer, tmp_path: Path) -> None:
