@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
+from support import s3_server
 from support.file_writers import safetensors, torch_zip
 from typer.testing import CliRunner
 
@@ -61,3 +63,13 @@ def test_folders_of_runs_are_searched_if_a_folder_has_no_checkpoint(tmp_path: Pa
     assert [row["name"] for row in listed(tmp_path / "runs")] == ["a/step_1", "b/step_1"]
     assert [row["name"] for row in listed(tmp_path)] == ["runs/a/step_1", "runs/b/step_1"]
     assert [row["name"] for row in listed(tmp_path / "runs" / "a")] == ["step_1"]
+
+
+def test_a_bucket_is_no_checkpoint_and_its_folders_are_shown(
+    moto: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    s3_server.use(moto, monkeypatch)
+    s3_server.make_bucket(moto, "lists-folders")
+    unickpt.save("s3://lists-folders/runs/step_1", {"w": np.ones(2)})
+    result = CliRunner().invoke(app, ["ls", "s3://lists-folders"])
+    assert result.output == "no checkpoints in s3://lists-folders; its folders are runs\n"

@@ -13,9 +13,9 @@ import typer
 import unickpt
 from unickpt.arrays.names import natural
 from unickpt.cli.clean import print_kept, print_orphans, rows_json
-from unickpt.errors import CheckpointNotFound, UnickptError
+from unickpt.errors import CheckpointNotFound, InvalidPath, UnickptError
 from unickpt.format.reader_registry import SeveralCheckpoints
-from unickpt.quoting import size_text
+from unickpt.quoting import first_few, size_text
 from unickpt.reading.checkpoint import Checkpoint, open_reader
 from unickpt.reading.listing import Listed, checkpoints_below, other_folders
 from unickpt.runs import save_leftovers
@@ -79,7 +79,9 @@ def command(
             ("name", "format", "created", *_NUMERIC), map(_cells, checkpoints), right=_NUMERIC
         )
     else:
-        print(f"no checkpoints in {clean(root)}")
+        folders = [clean(folder.name) for folder in other_folders(root) if folder.name != "."]
+        has = f"; its folders are {first_few(folders)}" if folders else ""
+        print(f"no checkpoints in {clean(root)}{has}")
     if left.orphans:
         print(f"\nleft by failed saves; `unickpt clean {clean(root)}` removes it:")
         print_orphans(left.orphans)
@@ -131,7 +133,7 @@ def _foreign_json(listed: Listed) -> list[dict[str, Any]]:
     try:
         reader = open_reader(paths.resolve(listed.path))
         return [] if reader is None else [_facts_of(listed, Checkpoint(reader))]
-    except CheckpointNotFound:
+    except (CheckpointNotFound, InvalidPath):  # such as a whole bucket
         return []
     except SeveralCheckpoints as error:
         prefix = "" if listed.name == "." else f"{listed.name}/"
