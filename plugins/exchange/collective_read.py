@@ -58,11 +58,13 @@ _ALIGN = 16  # bytes
 # round, and nothing.
 _HEADER = 32  # bytes
 _HEADER_BYTES = np.arange(_HEADER)
+_NAMED = 4  # checkpoints, in a message
 _IN_FLIGHT = 4  # buffers in the budget: for two rounds, what is sent and what is received
 
 # A failure; what a process reports; how long the step before took it.
 _MESSAGE = msgspec.json.Decoder(tuple[tuple[str, str] | None, msgspec.Raw, float])
-_OPENED = msgspec.json.Decoder(tuple[str, DemandDescription])  # the checkpoint, and the needs
+# The identity of the checkpoint, its path for messages, and the needs.
+_OPENED = msgspec.json.Decoder(tuple[str, str, DemandDescription])
 _WANTS = msgspec.json.Decoder(Wants)
 
 # A caller may recover from these with a newer or older checkpoint or a copy; then all must.
@@ -194,17 +196,15 @@ class _JobRead:
         work = SharedRead(stored, jobs, self._options, Filled(jobs, self.progress, self._counts))
         entries = stored.index.arrays
         demands = Demands(jobs, self.group)
-        opened = f"{stored.index.attempt} {stored.index.created} {stored.under}"
+        # A checkpoint of another system has no attempt: its path must do.
+        save = f"{stored.index.attempt or stored.location} {stored.index.created}"
+        opened = f"{save} {stored.under}", stored.label
         description = demands.description()
         self._has_reported = True
-        reports = list(map(_OPENED.decode, self.gather_reports(None, (opened, description))))
-        if len({identity for identity, _ in reports}) > 1:
-            raise CheckpointReplaced(
-                "the processes opened different checkpoints, because a save replaced the one at "
-                "this path, or different parts (`under`) of one; load again"
-            )
+        reports = list(map(_OPENED.decode, self.gather_reports(None, (*opened, description))))
+        self._check_same([identity for identity, _, _ in reports], [path for _, path, _ in reports])
         chunks_by_array: dict[str, list[SharedChunk]] = {}
-        if demands.settle([theirs for _, theirs in reports]):
+        if demands.settle([theirs for _, _, theirs in reports]):
             wants = {n: boxes for n, boxes in wants_of(jobs).items() if not demands.demands_for(n)}
             all_wants = list(map(_WANTS.decode, self.gather_reports(None, wants)))
             names = set[str]().union(*all_wants)
@@ -224,6 +224,27 @@ class _JobRead:
         self._plan = JobPlan(entries.values(), plan, budget)
         work.read(self._rounds(), self._plan.counts, self, done)
         return done
+
+    def _check_same(self, identities: Sequence[str], paths: Sequence[str]) -> None:
+        """Checks that all processes opened the same checkpoint.
+
+        Arguments:
+            identities, paths: of the checkpoints that they opened.
+
+        Raises:
+            CheckpointReplaced: they did not; names one process for each of them.
+        """
+        firsts = [identities.index(identity) for identity in dict.fromkeys(identities)]
+        if len(firsts) == 1:
+            return
+        members = members_of(self.group)
+        opened = [f"{process_names(members, [n])} opened {paths[n]}" for n in firsts[:_NAMED]]
+        more = ", ..." if len(firsts) > _NAMED else ""
+        raise CheckpointReplaced(
+            f"the processes opened different checkpoints: {', '.join(opened)}{more}. A save "
+            "replaced the one at this path: load again; or paths or parts (`under`) differ: with "
+            "exchange=True, all must load the same"
+        )
 
     def _rounds(self) -> Iterator[Sequence[SharedChunk]]:
         """The chunks of this process in each round. When a round begins, its end is known from the

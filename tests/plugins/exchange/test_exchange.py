@@ -28,7 +28,7 @@ from unickpt import (
     Rules,
     SaveOptions,
 )
-from unickpt.errors import ProcessFailed
+from unickpt.errors import CheckpointReplaced, ProcessFailed
 from unickpt.format import index
 from unickpt.plugins.exchange.shared_read import Waiting, moved_bytes, schedule
 from unickpt.reading.array_reader import LoadCounts
@@ -308,6 +308,26 @@ def test_the_first_of_several_failures_decides(tmp_path: Path) -> None:
     assert [type(result) for result in results] == [CheckpointNotFound] * 4
     assert isinstance(results[2].__cause__, LoadMismatch)
     assert str(results[2]).startswith("process 1 failed: CheckpointNotFound: ")
+
+
+@pytest.mark.parametrize("name", ["c", "c.npz"])
+def test_processes_with_different_paths_are_an_error_that_names_them(
+    name: str, tmp_path: Path
+) -> None:
+    """Checkpoints of other systems have no identity but their paths."""
+    for number in range(2):
+        (tmp_path / f"{number}").mkdir()
+        path, x = tmp_path / f"{number}" / name, np.full((30, 20), float(number))
+        np.savez(path, x=x) if name == "c.npz" else unickpt.save(path, {"x": x})
+
+    def work(process: int, options: LoadOptions) -> Any:
+        path = tmp_path / f"{int(process == 1)}" / name
+        return unickpt.load(path, {"x": np.zeros((30, 20))}, options=options)
+
+    for result in Threads(3).run(work):
+        assert type(result) is CheckpointReplaced
+        assert f"process 0 opened {tmp_path / '0' / name}" in str(result)
+        assert f"process 1 opened {tmp_path / '1' / name}" in str(result)
 
 
 def test_all_fall_back_to_an_older_step(tmp_path: Path) -> None:
