@@ -42,6 +42,12 @@ def test_all_differences_in_one_table() -> None:
     assert 'unexpected="skip"' in text
 
 
+def test_rules_are_named_where_a_missing_array_is_like_an_unexpected_one() -> None:
+    stored = {"tower": {"kernel": np.zeros((2, 3))}, "step": 3}
+    assert "renamed: rules= maps" in message(stored, {"block.weight": np.zeros((2, 3)), "step": 0})
+    assert "renamed" not in message(stored, {"block.weight": np.zeros((2, 4)), "step": 0})
+
+
 def test_layers_fold() -> None:
     layer = {"q": np.zeros(2), "k": np.zeros(3)}
     text = message({"layers": [layer] * 1}, {"layers": [dict(layer) for _ in range(32)]})

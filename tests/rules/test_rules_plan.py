@@ -42,7 +42,8 @@ REFUSED = {
     ),
     "many of one kind": (
         "a <-> b", "a 2, x/0/w 2, x/1/w 2, x/2/w 2", None,
-        ["1 problem", "'x/0/w' (float32[2]) (and 2 like it) is stored, and no rule takes it"],
+        ["1 problem", "'x/0/w' (float32[2]) (and 2 like it) is stored, and no rule takes it",
+         "to leave them out: x/{n0}/w <-> drop"],
     ),
     "a near miss": (
         "params/{m...}/kernel [i o] <-> {m...}.weight [o i]", "params/up/kernel 3x5",

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 _MOST_LINES, _FEWEST_ROWS = 40, 10
 _ADVICE = {
     "missing": '`like` has leaves that the checkpoint lacks: missing="keep" keeps their values; '
-    "abstract ones have none, so leave them out or pass arrays with memory",
+    "a ShapeDtypeStruct or a meta tensor has none, so leave it out or pass an array",
     "unexpected": 'the checkpoint has leaves that `like` lacks: unexpected="skip" skips them',
     "dtype": "cast=True casts within one kind (float to float, integer to integer); between kinds, "
     "use rules with `as`",
@@ -113,6 +113,9 @@ def _text(
     lines += [f"likely cause: {text}" for text in optimizers.likely_causes(same, requested)]
     problems = dict.fromkeys(row.problem for row in rows)
     lines += [f"{problem}: {advice[problem]}" for problem in problems if problem in advice]
+    stored = {row.stored for row in rows if row.problem == "unexpected"}
+    if not likely and any(r.requested in stored for r in rows if r.problem == "missing"):
+        lines.append("renamed: rules= maps stored names to those of `like` (docs/rules.md)")
     return "\n".join([*lines, *_table(rows, len(lines))])
 
 

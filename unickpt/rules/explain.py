@@ -20,6 +20,7 @@ from unickpt.rules.rule import Rule, exprs_of
 from unickpt.trees.name_ranges import skeleton
 
 _MOST_LINES = 22
+_LIKE = " like it)"  # ends a text for several leaves
 _MOST_IDLE = 3
 _NUMBERED = re.compile(r"(^|/)state/\d+/")
 _OPTIONAL = "if that is intended, begin it with `optional`"
@@ -107,7 +108,9 @@ def _without_use(unused: LeafFacts, unmade: LeafFacts, explained: Set[str]) -> I
     for name, text, near in _unexplained(unused, unmade, explained):
         hint = "" if near is None else _missing_rule(name, near)
         if near is None and not said:
-            hint, said = f"\n    to leave it out: {printable(name)} <-> drop", True
+            which = "them" if text.endswith(_LIKE) else "it"
+            pattern = _numbered(name) if which == "them" else name
+            hint, said = f"\n    to leave {which} out: {printable(pattern)} <-> drop", True
         yield f"{text} is stored, and no rule takes it{hint}"
 
 
@@ -331,7 +334,13 @@ def _alike(facts: LeafFacts, without: Set[str]) -> Iterator[tuple[str, str, Fact
         if name not in without:
             groups.setdefault((skeleton(name), fact), []).append(name)
     for (_, fact), names in groups.items():
-        yield names[0], f" (and {len(names) - 1} like it)" if len(names) > 1 else "", fact
+        yield names[0], f" (and {len(names) - 1}{_LIKE}" if len(names) > 1 else "", fact
+
+
+def _numbered(name: str) -> str:
+    """A name with a variable for each of its numbers."""
+    count = itertools.count()
+    return re.sub(r"\d+", lambda _: f"{{n{next(count)}}}", name)
 
 
 def idle(
