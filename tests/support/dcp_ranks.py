@@ -14,6 +14,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,7 @@ def case(function: Case) -> Case:
 # --- helpers --------------------------------------------------------------------------------------
 
 
+@cache  # each new mesh of several axes makes process groups
 def mesh(*shape: int) -> Any:
     return init_device_mesh("cpu", shape, mesh_dim_names=("a", "b", "c")[: len(shape)])
 

@@ -14,6 +14,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,8 @@ def ranks(*worlds: int, of: dict[int, list[Case]] = CASES) -> Callable[[Case], C
 
 
 # --- helpers --------------------------------------------------------------------------------------
+
+make_mesh = cache(init_device_mesh)  # each new mesh of several axes makes process groups
 
 
 def numbers(*shape: int, dtype: Any = torch.float32) -> Any:
@@ -127,6 +130,7 @@ EXTENTS = (1, 2, 3, 4, 5, 7, 8, 12, 13)
 DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.uint8)
 
 
+@cache
 def meshes() -> list[DeviceMesh]:
     """All kinds of meshes of this world, with and without all of its ranks."""
     world = dist.get_world_size()
@@ -137,8 +141,7 @@ def meshes() -> list[DeviceMesh]:
     }[world]
     parts: list[Any] = [[1, 2], [[0, 2], [1, world - 1]], [2]]
     found = [
-        init_device_mesh("cpu", grid, mesh_dim_names=("a", "b", "c", "d")[: len(grid)])
-        for grid in grids
+        make_mesh("cpu", grid, mesh_dim_names=("a", "b", "c", "d")[: len(grid)]) for grid in grids
     ]
     return found + [
         DeviceMesh("cpu", part, mesh_dim_names=("p", "q")[: np.ndim(part)]) for part in parts
@@ -206,7 +209,7 @@ def random_layouts_of_another_world(folder: Path) -> None:
 @ranks(4)
 def a_tree_that_is_saved_again_and_again(folder: Path) -> None:
     """From the third save on it is recognised, and only its data are looked at."""
-    line = init_device_mesh("cpu", (4,))
+    line = make_mesh("cpu", (4,))
     placements = {"rows": [Shard(0)], "columns": [Shard(1)], "all": [Replicate()]}
     tree = {name: spread(numbers(5, 7), line, how) for name, how in placements.items()}
     plain = numbers(5, 7)
@@ -225,8 +228,8 @@ def a_tree_that_is_saved_again_and_again(folder: Path) -> None:
 def what_one_mesh_quantised_every_mesh_loads(folder: Path) -> None:
     world = dist.get_world_size()
     full = torch.randn(24, 70, generator=torch.Generator().manual_seed(1))
-    line = init_device_mesh("cpu", (world,))
-    grid = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("a", "b"))
+    line = make_mesh("cpu", (world,))
+    grid = make_mesh("cpu", (world // 2, 2), mesh_dim_names=("a", "b"))
     options = unickpt.SaveOptions(chunk_bytes=1000, fsync=False, quantize={"w": "int4"})
     report = save(folder / "c", {"w": spread(full, line, [Shard(0)])}, options)
     whole = torch.from_numpy(unickpt.load(folder / "c")["w"])
@@ -248,8 +251,8 @@ def what_one_mesh_quantised_every_mesh_loads(folder: Path) -> None:
 
 @ranks(6)
 def the_stored_layout_names_mesh_axes(folder: Path) -> None:
-    mesh = init_device_mesh("cpu", (3, 2), mesh_dim_names=("data", "model"))
-    unnamed = init_device_mesh("cpu", (6,))
+    mesh = make_mesh("cpu", (3, 2), mesh_dim_names=("data", "model"))
+    unnamed = make_mesh("cpu", (6,))
     rows, columns, both = Shard(0), Shard(1), Replicate()
     expected = {
         ("data", None): (rows, both),
@@ -323,14 +326,14 @@ def check_fsdp_over_tp(folder: Path, mesh: DeviceMesh, rows_of_wide: Sequence[in
 @ranks(6)
 def fsdp2_over_tensor_parallelism(folder: Path) -> None:
     """dp=3, tp=2, 7 rows: torch's own offsets are wrong there."""
-    mesh = init_device_mesh("cpu", (3, 2), mesh_dim_names=("dp", "tp"))
+    mesh = make_mesh("cpu", (3, 2), mesh_dim_names=("dp", "tp"))
     check_fsdp_over_tp(folder, mesh, (7, 1, 6, 13))
 
 
 @ranks(6, 8)
 def hybrid_sharding_over_tensor_parallelism(folder: Path) -> None:
     grid = {6: (1, 3, 2), 8: (2, 2, 2)}[dist.get_world_size()]
-    mesh = init_device_mesh("cpu", grid, mesh_dim_names=("rep", "dp", "tp"))
+    mesh = make_mesh("cpu", grid, mesh_dim_names=("rep", "dp", "tp"))
     check_fsdp_over_tp(folder, mesh, (7, 2))
 
 
@@ -340,7 +343,7 @@ def a_shard_order_other_than_left_to_right(folder: Path) -> None:
 
     if not hasattr(spec, "ShardOrderEntry"):  # before torch 2.10 there was no other order
         return
-    mesh = init_device_mesh("cpu", (3, 2), mesh_dim_names=("dp", "tp"))
+    mesh = make_mesh("cpu", (3, 2), mesh_dim_names=("dp", "tp"))
     strided = fsdp_over_tp(mesh, 7).wide.weight.detach()
     meta = spec.TensorMeta(strided.shape, strided.stride(), strided.dtype)
     order = (spec.ShardOrderEntry(0, (1, 0)),)
@@ -402,7 +405,7 @@ def meshes_that_list_ranks_out_of_order(folder: Path) -> None:
 @ranks(6)
 def a_mesh_per_replica(folder: Path) -> None:
     """Tensor parallelism without a data axis: three meshes that do not know of each other."""
-    mine = init_device_mesh("cpu", (3, 2), mesh_dim_names=("dp", "tp"))["tp"]
+    mine = make_mesh("cpu", (3, 2), mesh_dim_names=("dp", "tp"))["tp"]
     save(folder / "c", {"w": spread(numbers(7, 4), mine, [Shard(0)])})
     assert check(folder / "c", "w", numbers(7, 4)).layout.spec == ("tp", None)
     like = spread(torch.zeros(7, 4), mine, [Shard(1)])
@@ -415,7 +418,7 @@ def a_mesh_per_replica(folder: Path) -> None:
 
 @ranks(6)
 def pipeline_stages(folder: Path) -> None:
-    mesh = init_device_mesh("cpu", (2, 3), mesh_dim_names=("pp", "dp"))
+    mesh = make_mesh("cpu", (2, 3), mesh_dim_names=("pp", "dp"))
     stage = dist.get_rank() // 3
     tree = {f"stage{stage}": spread(numbers(7, 4) + stage, mesh["dp"], [Shard(0)]), "step": 5}
     save(folder / "c", tree)
@@ -429,7 +432,7 @@ def pipeline_stages(folder: Path) -> None:
 
 @ranks(4)
 def local_tensors_of_every_form(folder: Path) -> None:
-    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("data",))
+    mesh = make_mesh("cpu", (4,), mesh_dim_names=("data",))
     rank = dist.get_rank()
     full = numbers(8, 6)
     mine = full[2 * rank : 2 * rank + 2]
@@ -473,7 +476,7 @@ class Tied(torch.nn.Module):
 
 @ranks(4)
 def hybrid_sharded_modules_with_ties_and_buffers(folder: Path) -> None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "shard"))
+    mesh = make_mesh("cpu", (2, 2), mesh_dim_names=("replica", "shard"))
     model, other, meta = Tied(0), Tied(1), Tied(2, "meta")
     for m in (model, other, meta):
         fully_shard(m, mesh=mesh)
@@ -541,7 +544,7 @@ class Training:
 
 
 def check_training(folder: Path, optimizer: str) -> None:
-    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("data",))
+    mesh = make_mesh("cpu", (4,), mesh_dim_names=("data",))
     run = Training(optimizer, mesh, seed=0)
     run.train(2)
     save(folder / optimizer, run.tree())
@@ -593,7 +596,7 @@ def flat_ranges_of_a_sharded_optimizer(folder: Path) -> None:
     whole = numbers(*SHAPE, dtype=torch.bfloat16)
     save(folder / "flat", {"m": flat(one, whole)})
     check(folder / "flat", "m", whole)
-    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("data",))
+    mesh = make_mesh("cpu", (4,), mesh_dim_names=("data",))
     like = spread(torch.zeros_like(whole), mesh, [Shard(1)])
     unickpt.load(folder / "flat", {"m": like})
     assert raw(like) == raw(spread(whole, mesh, [Shard(1)]))
@@ -643,7 +646,7 @@ def rng_states_of_each_rank(folder: Path) -> None:
 
 @ranks(4)
 def partial_sums_are_refused_by_name(folder: Path) -> None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    mesh = make_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     sums = DTensor.from_local(torch.ones(2, 3), mesh, [Shard(0), Partial()])
     words = ("'grad'", "Partial(sum)", "redistribute")
     fails(unickpt.UnsupportedLeaf, lambda: save(folder / "c", {"grad": sums}), *words)
@@ -656,7 +659,7 @@ def partial_sums_are_refused_by_name(folder: Path) -> None:
 def shards_of_other_sizes_are_refused(folder: Path) -> None:
     from torch.distributed.tensor.placement_types import _StridedShard
 
-    line = init_device_mesh("cpu", (6,), mesh_dim_names=("data",))
+    line = make_mesh("cpu", (6,), mesh_dim_names=("data",))
     rank = dist.get_rank()
     own = DTensor.from_local(
         torch.ones(3 if rank == 2 else 1 if rank == 3 else 2, 4), line, [Shard(0)],
@@ -666,7 +669,7 @@ def shards_of_other_sizes_are_refused(folder: Path) -> None:
     words = ("'w'", "has shape", "LocalFragments")
     fails(error, lambda: save(folder / "own", {"w": own}), *words)
     # distribute_tensor cuts uneven strided shards in another way than FSDP2 does.
-    mesh = init_device_mesh("cpu", (3, 2), mesh_dim_names=("dp", "tp"))
+    mesh = make_mesh("cpu", (3, 2), mesh_dim_names=("dp", "tp"))
     strided = [_StridedShard(0, split_factor=2), Shard(0)]
     error = unickpt.UnsupportedLeaf if rank >= 4 else unickpt.errors.ProcessFailed
     odd = spread(numbers(7, 4), mesh, strided)
@@ -681,7 +684,7 @@ def shards_of_other_sizes_are_refused(folder: Path) -> None:
 
 @ranks(4)
 def a_dtensor_belongs_to_all_ranks(folder: Path) -> None:
-    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("data",))
+    mesh = make_mesh("cpu", (4,), mesh_dim_names=("data",))
     sharded = spread(numbers(8, 2), mesh, [Shard(0)])
     group = unickpt.ProcessGroup(0, 1, session=f"rank-{dist.get_rank()}")
     alone = unickpt.SaveOptions(group=group)
@@ -761,7 +764,7 @@ def wrapped_modules_have_the_names_of_the_module(folder: Path) -> None:
 
 @ranks(4)
 def numbers_become_arrays_in_every_process(folder: Path) -> None:
-    mesh = init_device_mesh("cpu", (4,))
+    mesh = make_mesh("cpu", (4,))
     save(folder / "c", {"step": 7, "lr": 0.5, "w": spread(numbers(8), mesh, [Shard(0)])})
     for exchange in (False, True):
         step = spread(torch.zeros((), dtype=torch.int32), mesh, [Replicate()])
