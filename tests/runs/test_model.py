@@ -634,3 +634,16 @@ def test_runs_keep_what_they_saved(jobs: Forks) -> None:
             print_blob=not is_short,
         ),
     )
+
+
+def test_a_step_that_is_replaced_twice_has_experts_of_its_first_version(forks: Forks) -> None:
+    """Nobody has read the version between: the model, too, must look for them in the first."""
+    Runs.forks = forks
+    runs = Runs()
+    frameworks = ["numpy"] * len(ARRAYS)
+    runs.begin("links", False, frameworks, 0, JobOptions(experts=1))
+    runs.save(words="none", count=1, wait=False, seed=0)
+    runs.train(seed=0, most=1, share=1)
+    for _ in range(2):
+        runs.overwrite(words="none", seed=0)
+    runs.teardown()

@@ -288,13 +288,18 @@ class Saved:
         self.values[name][at] = saved.values[name][at]
 
     def _take_replaced(self, key: str, expert: str, replaced: Saved, path: str) -> None:
-        """Takes the state of an expert from the version of this step that it replaced, if it is
-        that: both are of this step."""
+        """Takes the state of an expert from a version of this step that it replaced, if it is of
+        that: all are of this step. What replaced a version that was never read is not known
+        either, so that the state may be of any before."""
         name = EXPERTS[key].format(expert)
         at = int(expert) if key == "moe" else ...
         found = to_numpy(flat(unickpt.load(path))[name])
-        if np.array_equal(found[at], replaced.values[name][at]):
-            self.values[name][at] = replaced.values[name][at]
+        version: Saved | None = replaced
+        while version is not None and version.step == self.step:
+            if np.array_equal(found[at], version.values[name][at]):
+                self.values[name][at] = version.values[name][at]
+                return
+            version = version.base
 
     def check(self, tree: Mapping[str, Any]) -> None:
         """Raises AssertionError unless a tree is that of this step, bit for bit."""
