@@ -18,6 +18,7 @@ import pytest
 from durations import Recorder
 from environments import environments
 from hypothesis import settings
+from hypothesis.internal.conjecture import providers
 from support import s3_server
 from support.counts import ChunkRead, chunks_read
 from support.forks import Forks
@@ -35,6 +36,18 @@ os.environ.setdefault("KERAS_BACKEND", "jax")  # TensorFlow is not installed
 settings.register_profile("same", deadline=None, derandomize=True)
 settings.register_profile("others", deadline=None)
 settings.load_profile("same")
+
+
+def _draws_the_same() -> None:
+    """Hypothesis draws constants of all modules that a run has imported: of other ones in a run of
+    other tests. The profile "same" does without."""
+    drawn = getattr(providers, "_get_local_constants", None)  # older versions draw none
+    if drawn is not None:
+        constants = lambda: providers.Constants() if settings().derandomize else drawn()  # noqa: E731
+        providers._get_local_constants = constants
+
+
+_draws_the_same()
 
 
 @pytest.fixture(autouse=True)
