@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from operator import attrgetter
+from typing import Any
 
 import numpy as np
 
@@ -113,6 +114,7 @@ class ExportJob:
 
         Raises:
             CheckpointExists: the destination is in use.
+            CheckpointReplaced: the processes opened different sources.
             SaveConflict: the group's session was used before, or another export is under way.
             ProcessFailed, SaveTimeout: another process failed, or is late.
             StorageError: the storage failed.
@@ -125,10 +127,12 @@ class ExportJob:
                 self._check_new()
                 self._to.check(overwrite)
             self._after_first("begin")
-            sums = self._write_own()
-            every = self._from_all("done", json.dumps(sums).encode())
+            own_part = *self._source(), self._write_own()
+            every = self._from_all("done", json.dumps(own_part).encode())
             if is_first:
-                self._complete([_sums(data) for data in every])
+                parts = list(map(json.loads, every))
+                self._check_source(parts)
+                self._complete([_sums(sums) for _, _, sums in parts])
             self._after_first("written")
             try:
                 verify()
@@ -206,6 +210,30 @@ class ExportJob:
                 f"{self._to.name}: this attempt to export was made before; the session of a "
                 "ProcessGroup must be new for every run of the job"
             )
+
+    def _source(self) -> tuple[str, str]:
+        """The identity of the source, and its path for messages."""
+        source = self._view.checkpoint
+        # A checkpoint of another system has no attempt: its path must do.
+        save = f"{source.index.attempt or source.location} {source.index.created}"
+        return save, source.label
+
+    def _check_source(self, parts: Sequence[Sequence[Any]]) -> None:
+        """Checks that all processes opened the same source.
+
+        Arguments:
+            parts: of all processes; each begins with its `_source`.
+
+        Raises:
+            CheckpointReplaced: two did not; names both.
+        """
+        for process, (identity, path, *_) in enumerate(parts):
+            if identity != parts[0][0]:
+                raise errors.CheckpointReplaced(
+                    f"processes 0 and {process} opened different checkpoints, {parts[0][1]} and "
+                    f"{path}. A save replaced the source, or their paths differ; convert again, "
+                    "with the same path in all"
+                )
 
     def _wait(self, notes: Notes, ready: Callable[[set[str]], bool]) -> None:
         try:
@@ -321,8 +349,8 @@ def _bytes_of(array: Array) -> memoryview:
     return np.ascontiguousarray(little).reshape(-1).view(np.uint8).data
 
 
-def _sums(data: bytes) -> Sums:
+def _sums(decoded: Mapping[str, Mapping[str, Sequence[int]]]) -> Sums:
     return {
         name: {int(n): (int(crc), int(length)) for n, (crc, length) in of_file.items()}
-        for name, of_file in json.loads(data).items()
+        for name, of_file in decoded.items()
     }

@@ -12,10 +12,11 @@ import pytest
 from support.counts import ChunkRead
 from support.processes import Processes
 from support.rule_cases import flat_names
+from support.saving import in_job
 
 import unickpt
 from unickpt import CheckpointCorrupt, LoadMismatch, Rules, SaveOptions
-from unickpt.errors import RuleError
+from unickpt.errors import CheckpointReplaced, ProcessFailed, RuleError
 from unickpt.rules.provenance import Provenance
 
 RULES = """
@@ -54,6 +55,26 @@ def test_there_and_back(tmp_path: Path) -> None:
     # The size of the padding is recorded: the way back needs nothing else.
     unickpt.convert(tmp_path / "b", tmp_path / "c", rules=rules.inverse)
     assert same(tmp_path / "a", tmp_path / "c")
+
+
+@pytest.mark.parametrize("name", ["c", "c.npz"])
+def test_processes_that_open_different_sources_write_no_mixture(name: str, tmp_path: Path) -> None:
+    """As when a save replaces the source in between."""
+    for number in range(2):
+        (tmp_path / f"{number}").mkdir()
+        path, x = tmp_path / f"{number}" / name, np.full((300, 200), float(number))
+        np.savez(path, x=x) if name == "c.npz" else unickpt.save(path, {"x": x})
+
+    def run(group: unickpt.ProcessGroup) -> Any:
+        mine = SaveOptions(group=group, timeout_s=20, fsync=False, chunk_bytes=1 << 14)
+        return unickpt.convert(tmp_path / f"{group.index}" / name, tmp_path / "to", options=mine)
+
+    first, second = in_job(2, run)
+    assert isinstance(first, CheckpointReplaced)
+    assert isinstance(second, ProcessFailed)
+    for error in (first, second):
+        assert f"{tmp_path / '0' / name} and {tmp_path / '1' / name}" in str(error)
+    assert not (tmp_path / "to").exists()
 
 
 def test_without_rules_it_is_stored_anew(tmp_path: Path) -> None:

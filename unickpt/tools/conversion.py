@@ -125,6 +125,9 @@ def convert(
         metadata = view.provenance.merged_into(metadata)
     writing = replace(options, budget_bytes=MemoryBudget(writing_bytes, "process"))
     job = SaveTask(destination, overwrite, writing)
+    # A checkpoint of another system has no attempt: its path must do.
+    save = f"{stored.index.attempt or stored.location} {stored.index.created}"
+    job.source = save, stored.label
     leaves = leaves_of(view, job.group, "convert")
     job.describe(tree.with_values(view.node(), leaves.__getitem__), metadata)
     buffers, arrays = HostBuffers(writing_bytes), view.index.arrays

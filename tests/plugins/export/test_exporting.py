@@ -25,7 +25,7 @@ from unickpt import (
     SaveOptions,
     UnsupportedLeaf,
 )
-from unickpt.errors import ProcessFailed
+from unickpt.errors import CheckpointReplaced, ProcessFailed
 from unickpt.frameworks.host_memory import HostBuffers
 from unickpt.loading.views import StoredView
 from unickpt.plugins.export import destinations
@@ -263,6 +263,22 @@ def test_all_processes_learn_of_an_error_and_nothing_remains(tmp_path: Path) -> 
     assert isinstance(first, CheckpointExists)
     assert all(isinstance(e, ProcessFailed) and "used" in str(e) for e in others)
     assert sorted(os.listdir(tmp_path)) == ["c", "used"]
+
+
+def test_processes_that_open_different_sources_write_no_mixture(tmp_path: Path) -> None:
+    for number in range(2):
+        unickpt.save(tmp_path / f"{number}", {"x": np.full((300, 200), float(number))})
+
+    def run(group: unickpt.ProcessGroup) -> Any:
+        mine = SaveOptions(group=group, timeout_s=20, fsync=False)
+        source, to = tmp_path / f"{group.index}", tmp_path / "to"
+        return unickpt.convert(source, to, to="hf", verify=False, options=mine)
+
+    first, second = in_job(2, run)
+    assert isinstance(first, CheckpointReplaced)
+    assert isinstance(second, ProcessFailed)
+    assert f"{tmp_path / '0'} and {tmp_path / '1'}" in str(second)
+    assert not (tmp_path / "to").exists()
 
 
 def test_a_session_that_was_used_before_is_refused(tmp_path: Path) -> None:
