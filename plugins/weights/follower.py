@@ -6,8 +6,8 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
@@ -126,7 +126,7 @@ class Follower:
         self._tree, self._module = plain_state(like), like
         self._rules, self._keep_copies, self._swaps = rules, keep_copies, swap
         self._lease = FollowerLease(resolve_path(root), lease_s, rank)
-        self._lock = threading.RLock()
+        self._lock, self._is_busy = threading.RLock(), False
         self._version: int | None = None
         self._identity: Version | None = None
         self._newest_seen = -1
@@ -160,7 +160,8 @@ class Follower:
 
         Arguments:
             pause: returns a context manager within which the engine does not use the weights;
-                entered only for the flip. An error of its end is raised after the flip.
+                entered only for the flip; it calls no method of this Follower. An error of its
+                end is raised after the flip.
 
         Returns:
             Whether another version is live now.
@@ -170,8 +171,7 @@ class Follower:
             LoadMismatch, RuleError: it does not fit `like`.
             UnickptError: as `unickpt.load`; the old version stays live.
         """
-        with self._lock:
-            self._check_open()
+        with self._exclusive():
             for attempt in range(_TRIES):
                 newest = max(self.versions(), default=-1)
                 is_replaced = newest == self._version and self._is_replaced(newest)
@@ -198,8 +198,7 @@ class Follower:
             CheckpointNotFound: it does not exist; the live version stays.
             UnickptError: as `update`.
         """
-        with self._lock:
-            self._check_open()
+        with self._exclusive():
             existing = self.versions()
             if version not in existing:
                 shown = ", ".join(map(str, existing[-10:])) or "none"
@@ -219,8 +218,7 @@ class Follower:
             CheckpointNotFound: it was removed, or replaced.
             UnickptError: as `update`.
         """
-        with self._lock:
-            self._check_open()
+        with self._exclusive():
             if self._version is None:
                 raise ValueError("no version is live yet; call update() first")
             checkpoint = opened_checkpoint(self._steps.path(self._version))
@@ -234,7 +232,7 @@ class Follower:
 
     def close(self) -> None:
         """Gives up the lease; the live version stays in the arrays."""
-        with self._lock:
+        with self._exclusive(closes=True):
             if not self._is_closed:
                 self._is_closed = True
                 self._lease.close()
@@ -253,9 +251,24 @@ class Follower:
     def __repr__(self) -> str:
         return f"Follower({str(self._steps.location)!r}, version {self._version})"
 
-    def _check_open(self) -> None:
-        if self._is_closed:
-            raise ValueError(f"the Follower of {self._steps.location} is closed")
+    @contextmanager
+    def _exclusive(self, *, closes: bool = False) -> Iterator[None]:
+        """One method at a time; other threads wait. `pause` or a handler of a signal may call one
+        within another, whose staged changes would then belong to another version."""
+        with self._lock:
+            if self._is_closed and not closes:
+                raise ValueError(f"the Follower of {self._steps.location} is closed")
+            if self._is_busy:
+                raise UnickptError(
+                    f"this Follower of {self._steps.location} is busy: its methods cannot be "
+                    "called within an update, such as by pause=, nor by a handler of a signal. "
+                    "Call them when it has returned"
+                )
+            self._is_busy = True
+            try:
+                yield
+            finally:
+                self._is_busy = False
 
     def _is_replaced(self, version: int) -> bool:
         """Whether the live version's number denotes another one by now."""

@@ -402,6 +402,30 @@ def test_a_pause_whose_end_fails_leaves_the_new_version(trainer: Trainer, tmp_pa
         assert (follower.version, bits(live)) == (1, bits(trainer.versions[1]))
 
 
+@pytest.mark.parametrize("call", ["update", "rollback", "check", "close"])
+def test_a_pause_that_calls_the_follower_leaves_the_old_version(
+    call: str, trainer: Trainer, tmp_path: Path
+) -> None:
+    live = empty()
+    with Follower(tmp_path / "run", live) as follower:
+        trainer.publish(0)
+        follower.update()
+        trainer.publish(1)
+
+        @contextmanager
+        def pause() -> Iterator[None]:
+            trainer.publish(2)
+            getattr(follower, call)(*[0] * (call == "rollback"))
+            yield
+
+        with pytest.raises(UnickptError, match="within an update"):
+            follower.update(pause=pause)
+        assert (follower.version, bits(live)) == (0, bits(trainer.versions[0]))
+        assert follower.update()
+        assert (follower.version, bits(live)) == (2, bits(trainer.versions[2]))
+        assert follower.check().ok
+
+
 def test_a_pause_that_suppresses_errors_hides_no_failed_flip(
     trainer: Trainer, tmp_path: Path
 ) -> None:
