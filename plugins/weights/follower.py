@@ -7,10 +7,10 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 from unickpt import Checkpoint, CheckpointNotFound, LoadMismatch, Rules, UnickptError
 from unickpt.errors import CheckpointReplaced, UnsupportedFormat
@@ -21,6 +21,8 @@ from unickpt.extend import (
     StepFolder,
     Version,
     View,
+    flatten_state,
+    leaves_of_tree,
     opened_checkpoint,
     plan_load,
     rebuild_tree,
@@ -130,7 +132,7 @@ class Follower:
         self._version: int | None = None
         self._identity: Version | None = None
         self._newest_seen = -1
-        self._state = LiveState()
+        self._state, self._leaves = LiveState(), dict[str, _EngineLeaf]()
         self._is_closed = self._has_warned = False
         self.last_update: UpdateReport | None = None
         """What the last update or rollback did."""
@@ -139,6 +141,10 @@ class Follower:
     def version(self) -> int | None:
         """The version that is live; None before the first."""
         return self._version
+
+    @property
+    def _is_module(self) -> bool:
+        return callable(getattr(self._module, "named_parameters", None))
 
     @property
     def weights(self) -> Any:
@@ -227,6 +233,7 @@ class Follower:
                     f"{checkpoint.location}: version {self._version} was replaced since it is live "
                     "here; call update()"
                 )
+            self._renew_tree()
             view, request = self._plan(checkpoint, self._tree)
             return WeightsCheck(self._version, stored_sha256(view, request), live_sha256(request))
 
@@ -330,6 +337,7 @@ class Follower:
                     self._flipped(staged, request, view)
                     previous, self._version = self._version, version
                     self._state, self._identity = staged.state, identity
+                    self._leaves = _leaves(self._tree)
                     self._newest_seen = max(self._newest_seen, version)
             times.append(time.perf_counter())
             if not is_flipped:
@@ -353,6 +361,10 @@ class Follower:
             self._lease.hold([self._version])
 
     def _staged(self, checkpoint: Checkpoint) -> tuple[StagedUpdate, LoadRequest, View]:
+        self._renew_tree()
+        replaced = {
+            n for n, leaf in _leaves(self._tree).items() if not leaf.is_at(self._leaves.get(n))
+        }
         tree, spared = with_spares(self._tree) if self._swaps else (self._tree, {})
         view, request = self._plan(checkpoint, tree)
         nbytes = sum(entry.nbytes for entry in checkpoint.index.arrays.values())
@@ -360,12 +372,18 @@ class Follower:
             view,
             request,
             self._state,
+            replaced=replaced,
             keep_copies=self._keep_copies,
             most_undo=nbytes // _UNDO_SHARE,
             threads=_threads(),
             spared=spared,
         )
         return stager.stage(), request, view
+
+    def _renew_tree(self) -> None:
+        """Takes the tensors that a module has now, such as after `load_state_dict(assign=True)`."""
+        if self._is_module:
+            self._tree = plain_state(self._module)
 
     def _flipped(self, staged: StagedUpdate, request: LoadRequest, view: View) -> None:
         """Records new leaves, after the flip."""
@@ -375,8 +393,33 @@ class Follower:
         plain = view.index.values
         values = {**staged.values, **{n: plain[n] for n in request.leaves if n in plain}}
         self._tree = rebuild_tree(request.node, values.__getitem__)
-        if not callable(getattr(self._module, "named_parameters", None)):
+        if not self._is_module:
             self._module = self._tree
+
+
+class _EngineLeaf(NamedTuple):
+    """A live leaf; of a torch tensor, also the memory, which may become another."""
+
+    value: Any
+    memory: Any
+
+    def is_at(self, other: _EngineLeaf | None) -> bool:
+        """Whether the other is in the same memory."""
+        if other is None or self.memory != other.memory:
+            return False
+        return self.memory is not None or self.value is other.value
+
+
+def _leaves(tree: Any) -> dict[str, _EngineLeaf]:
+    leaves = leaves_of_tree(flatten_state(tree))
+    return {leaf.name: _EngineLeaf(leaf.value, _memory(leaf.value)) for leaf in leaves}
+
+
+def _memory(leaf: Any) -> Any:
+    with suppress(AttributeError, RuntimeError):  # such as a sparse tensor
+        address = leaf.data_ptr()
+        return (address, leaf.shape, leaf.stride(), leaf.dtype) if address else None
+    return None
 
 
 def _threads() -> int:

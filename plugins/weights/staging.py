@@ -6,7 +6,7 @@ patches. Of arrays that rules compute, all sources are read again if one of them
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from threading import local
 from typing import Any, NamedTuple
@@ -113,6 +113,7 @@ class Stager:
     Arguments:
         view, request: of the version and the engine's tree.
         live: what is known of the live chunks; not changed.
+        replaced: arrays of the engine whose elements are unknown, as they are in other memory.
         keep_copies: whether to keep the elements of chunks of which the engine has only a part.
         most_undo: bytes of earlier states to keep.
         threads: how many read.
@@ -125,12 +126,14 @@ class Stager:
         request: LoadRequest,
         live: LiveState,
         *,
+        replaced: Collection[str],
         keep_copies: bool,
         most_undo: int,
         threads: int,
         spared: Mapping[str, Any],
     ) -> None:
         assert isinstance(view.checkpoint, OcdbtReader), "it was checked"
+        self._replaced = replaced
         self._view, self._live, self._reader = view, live, VersionReader(view.checkpoint)
         self._keep_copies, self._most_undo, self._threads = keep_copies, most_undo, threads
         self._leaves, self._spared = live_leaves(request), spared
@@ -161,6 +164,8 @@ class Stager:
             if live_grid is None or not np.array_equal(live_grid.digests, grid.digests):
                 changed.add(name)
             if name in shown:
+                if any(consumer.leaf.name in self._replaced for consumer in shown[name]):
+                    live_grid = None
                 work += self._chunks(name, grid, live_grid, shown[name])
         with Pool(self._threads - 1, "unickpt weights") as pool:
             pending = [pool.submit(self._stage_chunk, *item) for item in work]
@@ -172,7 +177,10 @@ class Stager:
                     ended.cancel()
         for leaf in self._leaves.values():
             self._fill(leaf)
-            if leaf.name in computed and (computed[leaf.name] & changed or not computed[leaf.name]):
+            sources = computed.get(leaf.name)
+            if sources is not None and (
+                not sources or sources & changed or leaf.name in self._replaced
+            ):
                 self._compute(leaf)
         return self._finished()
 

@@ -204,6 +204,40 @@ def test_torch_modules_and_their_tied_parameters(tmp_path: Path) -> None:
         assert follower.check().differing == ("norm.weight",)
 
 
+@pytest.mark.parametrize("swap", [False, True])
+@pytest.mark.parametrize("how", ["assign", "layer", "data", "tree"])
+def test_tensors_that_were_replaced_get_the_whole_version(
+    how: str, swap: bool, tmp_path: Path
+) -> None:
+    trained, served = (torch.nn.Sequential(torch.nn.Linear(200, 300)) for _ in range(2))
+    state = dict(served.state_dict())
+    like = state if how == "tree" else served
+    with (
+        Publisher(tmp_path / "run", options=OPTIONS) as publisher,
+        Follower(tmp_path / "run", like, swap=swap) as follower,
+    ):
+        publisher.publish(0, trained).result()
+        follower.update()
+        zeros = {name: torch.zeros_like(tensor) for name, tensor in trained.state_dict().items()}
+        if how == "assign":
+            served.load_state_dict(zeros, assign=True)
+        elif how == "layer":
+            served[0] = torch.nn.Linear(200, 300)
+        elif how == "data":
+            for name, parameter in served.named_parameters():
+                parameter.data = zeros[name]
+        else:
+            state.update(zeros)
+        assert follower.check().differing == ("0.weight", "0.bias")
+        with torch.no_grad():
+            trained[0].weight[0, 0] += 1
+        publisher.publish(1, trained).result()
+        assert follower.update()
+        live = state if how == "tree" else served.state_dict()
+        assert all(torch.equal(live[name], trained.state_dict()[name]) for name in live)
+        assert follower.check().ok
+
+
 def test_tensors_take_other_memory_in_the_flip(tmp_path: Path) -> None:
     trained, served = torch.nn.Linear(64, 64), torch.nn.Linear(64, 64)
     big = torch.zeros(100)
