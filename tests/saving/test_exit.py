@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -70,6 +71,20 @@ def test_a_program_that_ends_completes_its_saves(
     process = processes.start(f"{HEAD}\nwork()\n{last}", tmp_path)
     assert end(process) == (0, "", "")
     assert is_there(tmp_path)
+
+
+@pytest.mark.skipif(sys.version_info >= (3, 12), reason="no thread can be started so late")
+@pytest.mark.parametrize("outcome", ["slow", "broken"])
+def test_a_save_that_a_handler_of_atexit_begins_is_completed(
+    outcome: str, processes: Processes, tmp_path: Path
+) -> None:
+    source = HEAD.replace("threading.Thread.start =", "_ =")
+    process = processes.start(
+        f"{source}\nimport atexit\natexit.register(work, {outcome!r})", tmp_path
+    )
+    code, _, err = end(process)
+    is_slow = outcome == "slow"
+    assert (code, is_there(tmp_path), "disk is full" in err) == (not is_slow, is_slow, not is_slow)
 
 
 @pytest.mark.parametrize(

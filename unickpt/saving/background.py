@@ -53,7 +53,7 @@ class Failure:
 
 # --- when the program ends -----------------------------------------------------------------------
 
-unfinished: set[object] = set()
+unfinished: set[PendingSave] = set()
 """Saves that have not ended."""
 unraised: list[Failure] = []
 
@@ -88,7 +88,14 @@ def exit_child() -> None:
         _exit_if_unraised()
 
 
-atexit.register(_exit_if_unraised)
+def _end() -> None:
+    """Waits for saves that other `atexit` handlers have begun: Python would end their threads."""
+    for save in list(unfinished):
+        wait([save._finished])
+    _exit_if_unraised()
+
+
+atexit.register(_end)
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=unfinished.clear)
     os.register_at_fork(after_in_child=unraised.clear)
