@@ -144,7 +144,6 @@ from unickpt.reading.checkpoint import again as reading_again
 from unickpt.reading.checkpoint import opened as opened_checkpoint
 from unickpt.reading.checkpoint import reading as reading_checkpoint
 from unickpt.reading.listing import Listed, checkpoints_below, other_folders
-from unickpt.references.chunk_places import Compared, Taken, ValuePlaces, WriteItem
 from unickpt.references.policy import (
     Claim,
     DescribedSave,
@@ -154,6 +153,7 @@ from unickpt.references.policy import (
     WritingSave,
 )
 from unickpt.references.unread import UnreadPolicy
+from unickpt.references.value_places import Compared, Taken, ValuePlaces, WriteItem
 from unickpt.run_event import hears_events, send_event
 from unickpt.saving.background import SaveCallbacks, SaveQueue, SaveRequest
 from unickpt.saving.saver import begin as save_in_background

@@ -15,7 +15,7 @@ from unickpt.arrays.box import Box
 from unickpt.arrays.dtypes import Array
 from unickpt.format.index import ArrayEntry
 from unickpt.frameworks.adapter_protocol import ArraySource
-from unickpt.references.chunk_places import Compared, ValuePlaces, WriteItem
+from unickpt.references.value_places import Compared, ValuePlaces, WriteItem
 from unickpt.storage.locations import Location
 from unickpt.storage.paths import PathLike
 

@@ -15,7 +15,7 @@ from unickpt.arrays.dtypes import Array
 from unickpt.commit.messages import REPLICA_DTYPE, Record
 from unickpt.format import chunk_encoding
 from unickpt.frameworks.adapter_protocol import ArraySource, Fragment
-from unickpt.references.chunk_places import WriteItem
+from unickpt.references.value_places import WriteItem
 
 _WHOLE_BYTES = 4 << 10  # up to this size all elements are compared
 _SAMPLES = 512

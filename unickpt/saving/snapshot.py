@@ -12,7 +12,7 @@ from unickpt.arrays.dtypes import Array
 from unickpt.errors import CoverageError
 from unickpt.format import chunk_encoding
 from unickpt.frameworks.host_memory import stage
-from unickpt.references.chunk_places import WriteItem
+from unickpt.references.value_places import WriteItem
 from unickpt.saving.plan_cache import DescribedTree
 from unickpt.saving.snapshot_policy import (
     BACKGROUND,

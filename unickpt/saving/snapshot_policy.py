@@ -28,7 +28,7 @@ from unickpt.format.verified_chunks import SMALL
 from unickpt.frameworks.adapter_protocol import ArraySource, Fragment, Memory, Read
 from unickpt.frameworks.host_memory import stage
 from unickpt.options import SaveOptions
-from unickpt.references.chunk_places import WriteItem
+from unickpt.references.value_places import WriteItem
 from unickpt.saving.write_plan import DirectSource, naming
 
 _log = logging.getLogger("unickpt")

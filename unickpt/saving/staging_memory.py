@@ -14,7 +14,7 @@ from unickpt.errors import StateChanged
 from unickpt.frameworks import host_memory
 from unickpt.frameworks.adapter_protocol import Memory, Transfer
 from unickpt.frameworks.host_memory import MOST_WORKING, HostBuffers, share
-from unickpt.references.chunk_places import WriteItem
+from unickpt.references.value_places import WriteItem
 from unickpt.saving.snapshot_policy import BACKGROUND, SnapshotMethod, SnapshotPolicy
 from unickpt.saving.task import SaveTask
 from unickpt.saving.write_plan import Staged, WritePlan, naming

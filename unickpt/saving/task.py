@@ -28,7 +28,7 @@ from unickpt.frameworks.process_group import (
     session_of,
 )
 from unickpt.options import SaveOptions
-from unickpt.references.chunk_places import WriteItem
+from unickpt.references.value_places import WriteItem
 from unickpt.save_report import SaveReport
 from unickpt.saving.describe import Description, describe
 from unickpt.saving.save_features import SaveFeatures

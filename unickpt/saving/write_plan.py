@@ -13,7 +13,7 @@ from unickpt.arrays.dtypes import Array
 from unickpt.errors import StateChanged
 from unickpt.format import chunk_encoding, chunk_grid
 from unickpt.frameworks.host_memory import HostBuffers, stage
-from unickpt.references.chunk_places import WriteItem
+from unickpt.references.value_places import WriteItem
 from unickpt.saving.describe import Description
 
 if TYPE_CHECKING:

@@ -23,7 +23,7 @@ from unickpt.commit.messages import DESCRIPTION, Record
 from unickpt.errors import StorageError
 from unickpt.format import chunk_encoding, codec_protocol
 from unickpt.format.chunk_grid import FULL_LINK
-from unickpt.references.chunk_places import Compared, ValuePlaces, WriteItem
+from unickpt.references.value_places import Compared, ValuePlaces, WriteItem
 from unickpt.saving.describe import Description
 from unickpt.saving.write_plan import ChunkSource, StagedChunk
 from unickpt.storage import data_files

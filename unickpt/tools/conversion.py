@@ -30,7 +30,7 @@ from unickpt.progress import Progress
 from unickpt.quoting import quoted
 from unickpt.reading import checkpoint, verification
 from unickpt.reading.load_options import LoadOptions
-from unickpt.references.chunk_places import WriteItem
+from unickpt.references.value_places import WriteItem
 from unickpt.rules.plan import LeafKind
 from unickpt.rules.rule_set import Rules
 from unickpt.rules.view import RuledView, load_view, stored_facts, through

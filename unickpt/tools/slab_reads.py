@@ -20,7 +20,7 @@ from unickpt.loading.views import View
 from unickpt.reading.array_reader import read_arrays
 from unickpt.reading.load_options import LoadOptions
 from unickpt.reading.targets import NewTarget
-from unickpt.references.chunk_places import WriteItem
+from unickpt.references.value_places import WriteItem
 from unickpt.saving.write_plan import Staged, StagedChunk
 
 # Shares of the budget of a conversion or a merge: two slabs, one of them read ahead, and the

@@ -17,7 +17,7 @@ from support.saving import same
 import unickpt
 from unickpt import Checkpointer, CheckpointNotFound, SaveOptions
 from unickpt.format.chunk_values import ChunkValues
-from unickpt.references.chunk_places import WriteItem
+from unickpt.references.value_places import WriteItem
 from unickpt.saving.write_plan import DirectSource, StagedChunk
 from unickpt.storage import regular_files
 
