@@ -213,7 +213,7 @@ class Follower:
                     f"Version {self._version} stays live"
                 )
             self._make_live(version, pause)
-            self._newest_seen = max(self._newest_seen, existing[-1])
+            self._newest_seen = existing[-1]
         return self
 
     def check(self) -> WeightsCheck:

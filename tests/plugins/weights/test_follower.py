@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -174,6 +175,20 @@ def test_rollback_and_then_only_newer_versions(trainer: Trainer, tmp_path: Path)
         ):
             follower.rollback(2)
         assert follower.version == 5
+
+
+def test_after_a_rollback_a_lower_number_than_one_that_is_gone_counts(tmp_path: Path) -> None:
+    live = {"w": np.zeros(3)}
+    with Follower(tmp_path / "run", live) as follower:
+        for version in (9, 0, 1):
+            if version == 0:
+                shutil.rmtree(tmp_path / "run")
+            with Publisher(tmp_path / "run", options=OPTIONS) as publisher:
+                publisher.publish(version, {"w": np.full(3, float(version))}).result()
+            assert follower.update() is (version != 0)
+            if version == 0:
+                follower.rollback(0)
+            assert (follower.version, live["w"].tolist()) == (version, [version] * 3)
 
 
 def test_torch_modules_and_their_tied_parameters(tmp_path: Path) -> None:
