@@ -25,6 +25,7 @@ import unickpt
 from unickpt import ProcessGroup, SaveOptions
 from unickpt.commit import awaited_processes, liveness, stand_ins
 from unickpt.saving import writer
+from unickpt.storage import local_folders
 from unickpt.types import Box, LocalFragments
 
 SECONDS = 60
@@ -377,6 +378,16 @@ def test_others_write_for_several_processes_at_once(
 @pytest.mark.usefixtures("quick")
 def test_process_0_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not saved_without(0, tmp_path / "c", lambda group: numbers(1), monkeypatch)
+    assert same(unickpt.load(tmp_path / "c"), numbers(1))
+
+
+@pytest.mark.integration
+@pytest.mark.usefixtures("quick")
+def test_a_process_is_waited_for_if_there_is_no_room_to_write_its_part_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(local_folders, "free_bytes", lambda *_: 70_000)  # a third is 80,000
+    assert not saved_without(1, tmp_path / "c", lambda group: numbers(1), monkeypatch)
     assert same(unickpt.load(tmp_path / "c"), numbers(1))
 
 

@@ -163,7 +163,7 @@ class Coordinator:
             if may_replace and late and waits.reports:
                 from unickpt.commit import stand_ins
 
-                is_over = stand_ins.are_replaceable(late, waits, own_s)
+                is_over = stand_ins.are_replaceable(late, waits, own_s, attempt.own)
             if attempt.arrivals is not None:
                 attempt.arrivals.looked(late)
             attempt.awaits_records = not is_over

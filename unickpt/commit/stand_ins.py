@@ -12,12 +12,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 
 from unickpt.commit.awaited_processes import Waits
 from unickpt.commit.merge import StillNeeded
 from unickpt.commit.messages import NO_CHUNKS, Record, Records
 from unickpt.commit.progress_reports import WRITE, Report
 from unickpt.quoting import first_few
+from unickpt.storage import local_folders
 from unickpt.storage.locations import Location
 
 _log = logging.getLogger("unickpt")
@@ -30,15 +32,23 @@ _STOPPED_LOOKS = 2
 """A process is replaced if it is stopped at so many looks: profilers stop one for a moment, too."""
 
 
-def are_replaceable(late: Sequence[int], waits: Waits, own_s: float) -> bool:
-    """Whether all processes that are late make no progress, and what they have is known.
+def are_replaceable(late: Sequence[int], waits: Waits, own_s: float, folder: Location) -> bool:
+    """Whether all processes that are late make no progress, what they have is known, and there is
+    room to write it again.
 
     Arguments:
         late: the processes whose records are missing.
         waits: has looked at them.
         own_s: seconds that process 0 took for its own part.
+        folder: in which it wrote.
     """
-    return all(p in waits.reports and _is_replaceable(p, waits, own_s) for p in late)
+    if not all(p in waits.reports and _is_replaceable(p, waits, own_s) for p in late):
+        return False
+    with suppress(OSError):  # the file system does not report it
+        if folder.is_local:
+            needed = sum(waits.reports[p].total for p in late)
+            return local_folders.free_bytes(folder.path, "") >= needed
+    return True
 
 
 def records_of(
