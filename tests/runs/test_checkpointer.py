@@ -650,6 +650,24 @@ def test_what_is_due_while_a_save_has_not_ended(
     assert [step for kind, step in held.events if kind == "skipped"] == skipped
 
 
+def test_a_receiver_of_events_waits_for_a_save_of_another_thread(tmp_path: Path) -> None:
+    class Receiver(_Held):
+        def run_event(self, event: Any) -> None:
+            super().run_event(event)
+            if (event.kind, event.step) == ("step", 2):
+                self.go.set()
+                thread = threading.Thread(target=checkpointer.save, args=(1, numbers(1)))
+                thread.start()
+                thread.join(5)
+                self.events.append(("hangs" if thread.is_alive() else "saved", 1))
+
+    receiver = Receiver()
+    with Checkpointer(tmp_path, options=replace(FAST, metrics=receiver)) as checkpointer:
+        checkpointer.save(2, numbers(2)).result()
+        assert checkpointer.steps() == [1, 2]
+    assert ("saved", 1) in receiver.events
+
+
 def test_a_due_time_waits_for_the_save_before(tmp_path: Path) -> None:
     held = _Held()
     options, save_every = replace(FAST, metrics=held), SaveEvery(seconds=1e-9, when_busy="skip")

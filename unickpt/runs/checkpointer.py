@@ -233,11 +233,14 @@ class Checkpointer:
                 start.
         """
         self._queue.check_process()  # before the lock, which another thread may hold for ever
+        if self._events is not None:
+            with self._queue.following():
+                self._check_open()
+                # Not with the lock: it may wait for a save of another thread.
+                self._events.reached(step_number(step), self._group(saves=True))
         with self._queue.beginning, self._queue.following():
             self._check_open()
             step, group = step_number(step), self._group(saves=True)
-            if self._events is not None:
-                self._events.reached(step, group)
             if self._removal.is_due:
                 self._removal.before_save(group)
             keywords = {} if tokens is None else {"tokens": tokens}
