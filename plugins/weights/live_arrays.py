@@ -4,7 +4,7 @@ reverted."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from concurrent.futures import wait
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from threading import Lock
@@ -250,20 +250,19 @@ def flip(changes: Sequence[Change], threads: int = 2) -> None:
             change.apply()
 
     groups = [changes[first::threads] for first in range(threads)]
-    with Pool(threads - 1) as pool:  # its end waits for all
-        try:
-            pending = [pool.submit(apply, group) for group in groups[1:]]
-            try:
-                apply(groups[0])
-            finally:
-                wait(pending)
-            for ended in pending:
-                ended.result()
-        except BaseException:
-            wait(pending)
-            for change in changes:
-                change.revert()
-            raise
+    pending = list[Future[None]]()
+    try:
+        with Pool(threads - 1) as pool:  # its end waits for all
+            for group in groups[1:]:
+                pending.append(pool.submit(apply, group))
+            apply(groups[0])
+        for ended in pending:
+            ended.result()
+    except BaseException:  # also an interrupt at any place
+        wait(pending)
+        for change in changes:
+            change.revert()
+        raise
 
 
 def finish_in_place(leaves: Mapping[str, LiveLeaf]) -> None:

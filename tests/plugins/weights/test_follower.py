@@ -407,6 +407,23 @@ def test_a_failure_during_the_flip_is_undone(
         assert (follower.version, bits(live)) == (1, bits(trainer.versions[1]))
 
 
+def test_an_interrupt_while_the_flip_starts_its_threads_is_undone() -> None:
+    live = np.zeros(3)
+    changes = [live_arrays.change_of(live[i : i + 1], np.ones(1)) for i in range(3)]
+    submit = live_arrays.Pool.submit
+
+    def interrupted(pool: Any, apply: Any, group: Any) -> Any:
+        if group == changes[2:]:
+            raise KeyboardInterrupt
+        return submit(pool, apply, group)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(live_arrays.Pool, "submit", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            live_arrays.flip([change for change in changes if change], threads=3)
+    assert live.tolist() == [0, 0, 0]
+
+
 def test_the_version_is_reported_after_the_flip(trainer: Trainer, tmp_path: Path) -> None:
     live = empty()
     with Follower(tmp_path / "run", live) as follower:
