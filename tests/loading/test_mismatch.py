@@ -50,7 +50,8 @@ def test_rules_are_named_where_a_missing_array_is_like_an_unexpected_one() -> No
 
 def test_layers_fold() -> None:
     layer = {"q": np.zeros(2), "k": np.zeros(3)}
-    text = message({"layers": [layer] * 1}, {"layers": [dict(layer) for _ in range(32)]})
+    layers = [{name: array.copy() for name, array in layer.items()} for _ in range(32)]
+    text = message({"layers": [layer]}, {"layers": layers})
     assert "layers/{1..31}/q" in text
     assert "layers/{1..31}/k" in text
     assert text.count("missing") == 4  # two rows, and the advice with its argument

@@ -40,6 +40,11 @@ _TRANSPOSED = (
     "`{0.name} [i o] <-> {0.name} [o i]`"
 )
 
+_TIED = (
+    "{0!r} is the memory of {1!r}, which is stored, as in Hugging Face's files, which hold tied "
+    'weights once: missing="keep" loads both'
+)
+
 _SHAPE_OF = re.compile(r"(?=\[)")
 # From this number of leaves next to the containers of `like`, a part of the checkpoint is meant.
 _FEWEST_BESIDE = 4
@@ -51,6 +56,7 @@ def message(
     lacks: str = "",
     requested: Collection[str] = (),
     skipped: Sequence[Difference] = (),
+    ties: Sequence[tuple[str, str]] = (),
 ) -> str:
     """The message: likely causes, what to do, and a table of the differences that the causes do not
     explain. Names that differ only in numbers share a row. Every process gets the same text.
@@ -61,11 +67,14 @@ def message(
         lacks: state that the checkpoint's format lacks; see `Reader`.
         requested: the names of all leaves of `like`.
         skipped: rows of stored leaves that are not requested, and are no error.
+        ties: missing leaves that share the memory of stored ones; these too.
     """
     count = f"{len(rows)} difference{'s' if len(rows) > 1 else ''}"
     head = f"{where} does not fit `like`: {count}"
     if lacks and any(row.problem == "missing" for row in rows):
         head += f"\nlikely cause: {lacks}"
+    if ties:
+        head += "\nlikely cause: " + _TIED.format(*ties[0])
     return _text(head, rows, _ADVICE, requested, skipped)
 
 

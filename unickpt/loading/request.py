@@ -386,7 +386,8 @@ def compare(view: View, request: LoadRequest, policy: Policy) -> LoadReport:
         from unickpt.loading import mismatch
 
         skipped_rows = unexpected if policy.skip_unexpected else ()
-        raise LoadMismatch(mismatch.message(where, rows, stored.lacks, names, skipped_rows))
+        ties = _stored_ties(comparison)
+        raise LoadMismatch(mismatch.message(where, rows, stored.lacks, names, skipped_rows, ties))
     if comparison.kept_names and comparison.nothing_fits(skipped):
         from unickpt.loading import mismatch
 
@@ -461,6 +462,19 @@ def _shared_memory(view: View, targets: Mapping[str, ArrayTarget]) -> list[Diffe
                 Difference(name, "tied", "an array of its own", f"the same memory as {other}")
             )
     return rows
+
+
+def _stored_ties(comparison: _Comparison) -> list[tuple[str, str]]:
+    """Missing leaves that are the memory of another one, whose array is stored: their names, and
+    that of the other one."""
+    entries, targets = comparison.view.index.entries, comparison.request.targets
+    names = {t.identity: n for n, t in targets.items() if t.identity is not None and n in entries}
+    missing = (row.name for row in comparison.rows if row.problem == "missing")
+    return [
+        (name, names[targets[name].identity])
+        for name in missing
+        if name in targets and targets[name].identity in names
+    ]
 
 
 def _is_same_data(view: View, a: ArrayEntry, b: ArrayEntry) -> bool:
