@@ -25,7 +25,7 @@ from unickpt.frameworks.leaves import (
     adapters,
 )
 from unickpt.frameworks.process_group import current_group, launched_together, within
-from unickpt.loading.overlaps import HALF_FILLED, Overlaps
+from unickpt.loading.overlaps import HALF_FILLED, Overlaps, overlapping
 from unickpt.loading.report import LoadReport, untyped
 from unickpt.loading.request import (
     LeafSelection,
@@ -236,13 +236,19 @@ def plan_load(
         like, rules: as for `load`.
 
     Raises:
-        LoadMismatch, RuleError, UnsupportedLeaf: as `load`.
+        LoadMismatch, RuleError, UnsupportedLeaf: as `load`; also if leaves of `like` share a part
+            of their memory.
     """
     policy = Policy(skip_unexpected=True)
     loading = _Loading(rules, "", policy, False, LoadOptions(), adapters(), None)
     view, request = loading._view_of(stored.reader, like)
     assert request is not None, "there is one for each `like`"
     compare(view, request, policy)
+    for name, other in overlapping(request.targets):
+        raise LoadMismatch(
+            f"{stored.url}: {name!r} and {other!r} of `like` share a part of their memory, for "
+            "which different values may be stored; leave out one of them"
+        )
     return view, request
 
 

@@ -37,7 +37,7 @@ class Overlaps:
 
     def __init__(self, by_array: TargetsByArray) -> None:
         targets = {name: t for named in by_array.values() for name, t in named.items()}
-        self._pairs = list(_pairs(targets))
+        self._pairs = list(overlapping(targets))
         self._originals = {name: targets[name] for pair in self._pairs for name in pair}
 
     def separate(self, by_array: TargetsByArray) -> TargetsByArray:
@@ -84,7 +84,7 @@ class Overlaps:
 _Part = tuple["MemoryRegion", Array]
 
 
-def _pairs(targets: Mapping[str, ArrayTarget]) -> Iterator[tuple[str, str]]:
+def overlapping(targets: Mapping[str, ArrayTarget]) -> Iterator[tuple[str, str]]:
     """The pairs of targets that share a part of their memory, but not all of it."""
     spans = sorted((t.span, name) for name, t in targets.items() if t.span is not None)
     group, end = list[str](), 0
@@ -101,7 +101,7 @@ def _pairs(targets: Mapping[str, ArrayTarget]) -> Iterator[tuple[str, str]]:
 def _pairs_among(
     names: Sequence[str], targets: Mapping[str, ArrayTarget]
 ) -> Iterator[tuple[str, str]]:
-    """As `_pairs`, of targets whose spans overlap."""
+    """As `overlapping`, of targets whose spans overlap."""
     if len({targets[name].identity for name in names}) < 2:
         return
     from unickpt.arrays.memory_region import share

@@ -441,6 +441,19 @@ def test_the_version_is_reported_after_the_flip(trainer: Trainer, tmp_path: Path
         assert follower.version == 1
 
 
+def test_leaves_that_share_a_part_of_their_memory_are_refused(tmp_path: Path) -> None:
+    with Publisher(tmp_path / "run") as publisher:
+        publisher.publish(0, {"a": np.full(4, 1.0), "b": np.full(4, 2.0)}).result()
+    memory = np.zeros(6)
+    like = {"a": memory[:4], "b": memory[2:]}
+    with Follower(tmp_path / "run", like) as follower:
+        with pytest.raises(LoadMismatch, match="'a' and 'b' of `like` share a part"):
+            follower.update()
+        assert (follower.version, memory.tolist()) == (None, [0.0] * 6)
+    with Follower(tmp_path / "run", {"a": memory[:4]}) as follower:
+        assert follower.update()
+
+
 def test_a_folder_without_versions_is_warned_of_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
