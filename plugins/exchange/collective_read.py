@@ -198,7 +198,8 @@ class _JobRead:
         demands = Demands(jobs, self.group)
         # A checkpoint of another system has no attempt: its path must do.
         save = f"{stored.index.attempt or stored.location} {stored.index.created}"
-        opened = f"{save} {stored.under}", stored.label
+        # Who does not compare digests must not read for one who does.
+        opened = f"{save} {self._options.verify} {stored.under}", stored.label
         description = demands.description()
         self._has_reported = True
         reports = list(map(_OPENED.decode, self.gather_reports(None, (*opened, description))))
@@ -242,8 +243,8 @@ class _JobRead:
         more = ", ..." if len(firsts) > _NAMED else ""
         raise CheckpointReplaced(
             f"the processes opened different checkpoints: {', '.join(opened)}{more}. A save "
-            "replaced the one at this path: load again; or paths or parts (`under`) differ: with "
-            "exchange=True, all must load the same"
+            "replaced the one at this path: load again; or paths, parts (`under`) or verify= "
+            "differ: with exchange=True, all must load the same in the same way"
         )
 
     def _rounds(self) -> Iterator[Sequence[SharedChunk]]:

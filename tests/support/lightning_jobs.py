@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import os
+import re
 import warnings
 from collections.abc import Callable
 from typing import Any
 
 import lightning_utilities.core.imports as lightning_imports
 
-# torchmetrics would import transformers, which takes half a minute on a busy machine.
+# torchmetrics would import transformers, which takes half a minute on a busy machine, and SciPy's
+# signals, which take a second.
 _is_there = lightning_imports.RequirementCache.__bool__
+_is_installed = lightning_imports.package_available
+lightning_imports.package_available = lambda name: name != "scipy" and _is_installed(name)
 lightning_imports.RequirementCache.__bool__ = lambda self: (
-    "transformers" not in str(getattr(self, "requirement", "")) and _is_there(self)
+    not {"transformers", "scipy"} & {*re.findall(r"\w+", str(getattr(self, "requirement", "")))}
+    and _is_there(self)
 )
 warnings.simplefilter("ignore")
 

@@ -6,6 +6,7 @@ import json
 import textwrap
 import time
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -328,6 +329,18 @@ def test_processes_with_different_paths_are_an_error_that_names_them(
         assert type(result) is CheckpointReplaced
         assert f"process 0 opened {tmp_path / '0' / name}" in str(result)
         assert f"process 1 opened {tmp_path / '1' / name}" in str(result)
+
+
+def test_a_process_that_compares_no_digests_does_not_read_for_others(tmp_path: Path) -> None:
+    unickpt.save(tmp_path / "c", {"x": np.ones((30, 20))})
+
+    def work(process: int, options: LoadOptions) -> Any:
+        options = replace(options, verify=process != 1)
+        return unickpt.load(tmp_path / "c", {"x": np.zeros((30, 20))}, options=options)
+
+    for result in Threads(3).run(work):
+        assert type(result) is CheckpointReplaced
+        assert "verify= differ" in str(result)
 
 
 def test_all_fall_back_to_an_older_step(tmp_path: Path) -> None:
