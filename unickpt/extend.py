@@ -276,7 +276,12 @@ if _CHECKING:
     from unickpt.storage.export_leftovers import restore as restore_replaced
     from unickpt.storage.restorers import Restorer
     from unickpt.tools.conversion import budgets as conversion_budgets
-    from unickpt.tools.conversion import check_written, convertible, write_streamed
+    from unickpt.tools.conversion import (
+        check_same_source,
+        check_written,
+        convertible,
+        write_streamed,
+    )
     from unickpt.tools.conversion import leaves_of as leaves_of_view
     from unickpt.tools.copying import copy_files
     from unickpt.tools.difference import ComparedViews
@@ -324,7 +329,8 @@ __all__ = [
     "WriteFilter", "WriteItem", "Writer", "WritingSave", "absolute_path", "adapter_of", "adapters",
     "all_gather_bytes", "apply_rules", "asking_storage", "barrier", "base_name", "begin_flush",
     "boxes_to_fill", "bytes_of_chunk", "bytes_on_disk", "changed_repr", "check_boxes", "check_rest",
-    "check_written", "checkpoints_below", "child_names", "children_by_key", "chosen_format",
+    "check_same_source", "check_written", "checkpoints_below", "child_names", "children_by_key",
+    "chosen_format",
     "chunk_count", "chunk_digest", "chunk_keys", "close_quietly", "closing_file", "combined_crc32",
     "common_codec", "compressed_chunk", "consumers_by_chunk", "conversion_budgets", "convertible",
     "copy_files", "counted", "current_group", "cut_box", "decode_per_process", "dict_node",
@@ -408,8 +414,8 @@ _LATER = {
     "storage.export_leftovers": "restore as restore_replaced",
     "storage.restorers": "Restorer",
     "tools.conversion": (
-        "budgets as conversion_budgets, check_written, convertible, leaves_of as "
-        "leaves_of_view, write_streamed"
+        "budgets as conversion_budgets, check_same_source, check_written, convertible, "
+        "leaves_of as leaves_of_view, write_streamed"
     ),
     "tools.copying": "copy_files",
     "tools.difference": "ComparedViews",

@@ -116,6 +116,16 @@ class SaveFeature:
         """
         return None
 
+    def note(self) -> Any:
+        """What this process says to the coordinator of the save; None for nothing. Called on each
+        process when it has written its part."""
+        return None
+
+    def merge_notes(self, notes: Mapping[int, Any]) -> Any:
+        """What the index says of the feature, from the notes of all processes, by process; None for
+        nothing. Called on the coordinator before the commit; an error fails the save."""
+        return None
+
     def committed(self, report: SaveReport) -> None:
         """Called on each process after the commit, at the same time as `SaveOptions.metrics`; on
         the coordinator, the report has what all processes wrote. An error is logged.

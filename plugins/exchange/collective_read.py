@@ -196,10 +196,8 @@ class _JobRead:
         work = SharedRead(stored, jobs, self._options, Filled(jobs, self.progress, self._counts))
         entries = stored.index.arrays
         demands = Demands(jobs, self.group)
-        # A checkpoint of another system has no attempt: its path must do.
-        save = f"{stored.index.attempt or stored.location} {stored.index.created}"
         # Who does not compare digests must not read for one who does.
-        opened = f"{save} {self._options.verify} {stored.under}", stored.label
+        opened = f"{stored.identity} {self._options.verify}", stored.label
         description = demands.description()
         self._has_reported = True
         reports = list(map(_OPENED.decode, self.gather_reports(None, (*opened, description))))

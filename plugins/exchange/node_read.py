@@ -121,10 +121,8 @@ class _NodeRead:
         Raises:
             RendezvousEnded: the processes cannot meet, or no longer are together.
         """
-        stored, options, index = self.stored, self.options, self.stored.index
-        purpose = (
-            f"{unickpt_version} {index.attempt} {index.created} {options.verify} {stored.under}"
-        )
+        stored, options = self.stored, self.options
+        purpose = f"{unickpt_version} {stored.identity} {options.verify}"
         patience_s = _PATIENCE_S if _is_slow(stored) else min(_PATIENCE_S, mine / _PATIENCE_BYTES)
         counts = self.filled.counts
         most, timeout_s = _ALONE_BYTES, min(options.timeout_s, _TIMEOUT_S)

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from operator import attrgetter
-from typing import Any
 
 import numpy as np
 
@@ -27,6 +26,7 @@ from unickpt.extend import (
     SlabReads,
     View,
     check_rest,
+    check_same_source,
     combined_crc32,
     dtype_from_name,
     in_batches,
@@ -127,11 +127,12 @@ class ExportJob:
                 self._check_new()
                 self._to.check(overwrite)
             self._after_first("begin")
-            own_part = *self._source(), self._write_own()
+            source = self._view.checkpoint
+            own_part = source.identity, source.label, self._write_own()
             every = self._from_all("done", json.dumps(own_part).encode())
             if is_first:
                 parts = list(map(json.loads, every))
-                self._check_source(parts)
+                check_same_source({n: (part[0], part[1]) for n, part in enumerate(parts)})
                 self._complete([_sums(sums) for _, _, sums in parts])
             self._after_first("written")
             try:
@@ -210,30 +211,6 @@ class ExportJob:
                 f"{self._to.name}: this attempt to export was made before; the session of a "
                 "ProcessGroup must be new for every run of the job"
             )
-
-    def _source(self) -> tuple[str, str]:
-        """The identity of the source, and its path for messages."""
-        source = self._view.checkpoint
-        # A checkpoint of another system has no attempt: its path must do.
-        save = f"{source.index.attempt or source.location} {source.index.created}"
-        return save, source.label
-
-    def _check_source(self, parts: Sequence[Sequence[Any]]) -> None:
-        """Checks that all processes opened the same source.
-
-        Arguments:
-            parts: of all processes; each begins with its `_source`.
-
-        Raises:
-            CheckpointReplaced: two did not; names both.
-        """
-        for process, (identity, path, *_) in enumerate(parts):
-            if identity != parts[0][0]:
-                raise errors.CheckpointReplaced(
-                    f"processes 0 and {process} opened different checkpoints, {parts[0][1]} and "
-                    f"{path}. A save replaced the source, or their paths differ; convert again, "
-                    "with the same path in all"
-                )
 
     def _wait(self, notes: Notes, ready: Callable[[set[str]], bool]) -> None:
         try:

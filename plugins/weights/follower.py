@@ -178,6 +178,7 @@ class Follower:
             UnickptError: as `unickpt.load`; the old version stays live.
         """
         with self._exclusive():
+            state = self._state
             for attempt in range(_TRIES):
                 newest = max(self.versions(), default=-1)
                 is_replaced = newest == self._version and self._is_replaced(newest)
@@ -187,7 +188,8 @@ class Follower:
                 try:
                     self._make_live(newest, pause)
                 except CheckpointNotFound:  # it was removed or replaced meanwhile
-                    if attempt == _TRIES - 1:
+                    is_flipped = self._state is not state  # then the end of `pause` raised it
+                    if is_flipped or attempt == _TRIES - 1:
                         raise
                     continue
                 return True

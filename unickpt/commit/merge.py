@@ -16,7 +16,7 @@ import xxhash
 from unickpt.arrays.box import Box
 from unickpt.commit.merge_chunks import Chunks, Column, Requests, merged_chunks, requests
 from unickpt.commit.messages import ELSEWHERE, Names, Records
-from unickpt.errors import CheckpointReplaced, CoverageError
+from unickpt.errors import CoverageError
 from unickpt.format import chunk_grid, codec_protocol, digest_table
 from unickpt.format.index import RESERVED, ArrayEntry, Index, PerProcessEntry
 from unickpt.trees import tree, tree_json
@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from unickpt.commit.differing_replicas import ReplicaDifference
     from unickpt.format.encoder_protocol import EncodingPolicy
 
-SOURCE = "source"
-"""The notes of processes that convert: the identity of what each reads, and its path."""
 Merging = Callable[[Mapping[int, Any], Sequence[Mapping[str, float]]], Any]
 """Merges notes about a save, by process, with the statistics of all processes."""
 
@@ -183,7 +181,6 @@ def _merged_notes(records: Records, policies: MergePolicies) -> dict[str, Any]:
     for process, record in records:
         for name, note in record.notes.items():
             notes.setdefault(name, {})[process] = note
-    _check_source(notes.pop(SOURCE, {}))
     statistics, merged_notes = [record.statistics for _, record in records], dict[str, Any]()
     if policies.encoding is not None:  # it has seen them
         notes.pop(policies.encoding.name, None)
@@ -197,26 +194,6 @@ def _merged_notes(records: Records, policies: MergePolicies) -> dict[str, Any]:
         if merged := merge(by_process, statistics):
             merged_notes[name] = merged
     return merged_notes
-
-
-def _check_source(sources: Mapping[int, tuple[str, str]]) -> None:
-    """Checks that all processes convert the same checkpoint.
-
-    Arguments:
-        sources: for each process its identity, and its path for messages.
-
-    Raises:
-        CheckpointReplaced: two processes opened different ones; names both.
-    """
-    pairs = list(sources.items())
-    for process, (identity, path) in pairs[1:]:
-        first, (first_identity, first_path) = pairs[0]
-        if identity != first_identity:
-            raise CheckpointReplaced(
-                f"processes {first} and {process} opened different checkpoints, {first_path} and "
-                f"{path}. A save replaced the source, or their paths differ; convert again, with "
-                "the same path in all"
-            )
 
 
 def _settled(

@@ -113,6 +113,13 @@ class Reader(Protocol):
     """The removed prefix of all names, if this is a part of a checkpoint."""
 
     @property
+    def identity(self) -> str:
+        """A text that differs for another save, or another part of one. A checkpoint of another
+        system has no attempt: its location must do."""
+        index = self.index
+        return f"{index.attempt or self.location} {index.created} {self.under}"
+
+    @property
     def label(self) -> str:
         """Its location, and the part of it, for messages."""
         return f"{self.location}{f', under {self.under!r}' if self.under else ''}"

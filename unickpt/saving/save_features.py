@@ -93,7 +93,7 @@ class SaveFeatures:
             notes[self._options.references.name] = base.note
         if self.encoding is not None and self.encoder is not None:
             notes[self.encoding.name] = self.encoder.note([*arrays.values()])
-        return notes
+        return notes | {f.name: note for f in self.all if (note := f.note()) is not None}
 
     def check(self, arrays: Iterable[str]) -> None:
         """Checks before the commit that the features fit all arrays. As `SaveFeature.check`."""
@@ -108,4 +108,9 @@ class SaveFeatures:
     def _merging(self, name: str) -> Merging | None:
         """The function that merges the notes of a name in records."""
         policy = self._options.references
-        return policy.merge if policy.name == name else None
+        if policy.name == name:
+            return policy.merge
+        for feature in self.all:
+            if feature.name == name:
+                return lambda notes, statistics: feature.merge_notes(notes)
+        return None

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 from unickpt.commit.attempt import Attempt, is_unneeded
 from unickpt.commit.coordinator import Committed, Coordinator
-from unickpt.commit.merge import SOURCE
 from unickpt.commit.messages import NO_CHUNKS, Record, Totals, WriteMore
 from unickpt.errors import SaveConflict, SaveTimeout, StorageError
 from unickpt.format.index import Index
@@ -207,8 +206,6 @@ class SaveTask:
         self.timings.observers = self.features.observers()
         self.known: Any = None
         """The facts that the next save needs in order to skip unchanged arrays (`skipping`)."""
-        self.source: tuple[str, str] | None = None
-        """Of a conversion: the identity of what it reads, and its path."""
         self._samples: dict[int, Callable[[], int]] = {}
 
     def _become(self, state: SaveState) -> None:
@@ -396,10 +393,7 @@ class SaveTask:
             observer.end(record.files)
         if self.description.selection is not None:
             record = replace(record, units=self.description.selection.steps)
-        notes = self.features.notes(base, self.description.index.arrays)
-        if self.source is not None:
-            notes[SOURCE] = self.source
-        if notes:
+        if notes := self.features.notes(base, self.description.index.arrays):
             record = replace(record, notes=notes)
         if self.group.count > 1:
             own_groups = [

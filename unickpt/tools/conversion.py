@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Any
 
@@ -13,7 +13,8 @@ from unickpt import doors
 from unickpt.arrays import dtypes
 from unickpt.arrays.box import Box
 from unickpt.arrays.dtypes import Array
-from unickpt.errors import CheckpointCorrupt, LoadMismatch
+from unickpt.errors import CheckpointCorrupt, CheckpointReplaced, LoadMismatch
+from unickpt.features import SaveFeature
 from unickpt.format import writer_registry
 from unickpt.format.index import ArrayEntry
 from unickpt.format.reader_protocol import Reader
@@ -124,10 +125,7 @@ def convert(
         view.check(reading)
         metadata = view.provenance.merged_into(metadata)
     writing = replace(options, budget_bytes=MemoryBudget(writing_bytes, "process"))
-    job = SaveTask(destination, overwrite, writing)
-    # A checkpoint of another system has no attempt: its path must do.
-    save = f"{stored.index.attempt or stored.location} {stored.index.created}"
-    job.source = save, stored.label
+    job = SaveTask(destination, overwrite, writing.with_feature(_SameSource(stored)))
     leaves = leaves_of(view, job.group, "convert")
     job.describe(tree.with_values(view.node(), leaves.__getitem__), metadata)
     buffers, arrays = HostBuffers(writing_bytes), view.index.arrays
@@ -142,6 +140,43 @@ def convert(
     if verify and job.group.index == 0:
         check_written(destination)
     return report
+
+
+@dataclass(frozen=True)
+class _SameSource(SaveFeature):
+    """Refuses a conversion whose processes opened different checkpoints.
+
+    Arguments:
+        stored: what this process converts.
+    """
+
+    stored: Reader
+    name = "source"
+
+    def note(self) -> tuple[str, str]:
+        return self.stored.identity, self.stored.label
+
+    def merge_notes(self, notes: Mapping[int, Any]) -> None:
+        check_same_source(notes)
+
+
+def check_same_source(sources: Mapping[int, tuple[str, str]]) -> None:
+    """Checks that all processes opened the same checkpoint.
+
+    Arguments:
+        sources: by process, the `identity` and the `label` of what it opened.
+
+    Raises:
+        CheckpointReplaced: two processes opened different ones; names both.
+    """
+    first, (first_identity, first_label) = next(iter(sources.items()))
+    for process, (identity, label) in sources.items():
+        if identity != first_identity:
+            raise CheckpointReplaced(
+                f"processes {first} and {process} opened different checkpoints, {first_label} and "
+                f"{label}. A save replaced the source, or their paths differ; convert again, with "
+                "the same path in all"
+            )
 
 
 def budgets(options: SaveOptions) -> tuple[int, int]:

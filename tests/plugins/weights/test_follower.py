@@ -63,6 +63,17 @@ def empty() -> dict[str, Any]:
     return {"w": np.zeros((ROWS, COLUMNS), ml_dtypes.bfloat16), "b": np.zeros(8)}
 
 
+@contextmanager
+def behind(trainer: Trainer, tmp_path: Path) -> Iterator[tuple[Follower, dict[str, Any]]]:
+    """A Follower and its arrays: version 0 is live, and 1 is published."""
+    live = empty()
+    with Follower(tmp_path / "run", live) as follower:
+        trainer.publish(0)
+        follower.update()
+        trainer.publish(1)
+        yield follower, live
+
+
 def bits(tree: Any) -> list[bytes]:
     return [np.asarray(tree[name]).tobytes() for name in "wb"]
 
@@ -384,11 +395,7 @@ def test_what_does_not_fit_leaves_the_old_version(trainer: Trainer, tmp_path: Pa
 def test_a_failure_during_the_flip_is_undone(
     trainer: Trainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    live = empty()
-    with Follower(tmp_path / "run", live) as follower:
-        trainer.publish(0)
-        follower.update()
-        trainer.publish(1)
+    with behind(trainer, tmp_path) as (follower, live):
         apply, calls = live_arrays.ElementsChange.apply, list[int]()
 
         def failing(change: Any) -> None:
@@ -425,11 +432,7 @@ def test_an_interrupt_while_the_flip_starts_its_threads_is_undone() -> None:
 
 
 def test_the_version_is_reported_after_the_flip(trainer: Trainer, tmp_path: Path) -> None:
-    live = empty()
-    with Follower(tmp_path / "run", live) as follower:
-        trainer.publish(0)
-        follower.update()
-        trainer.publish(1)
+    with behind(trainer, tmp_path) as (follower, live):
 
         @contextmanager
         def pause() -> Iterator[None]:
@@ -462,34 +465,30 @@ def test_a_folder_without_versions_is_warned_of_once(
     assert caplog.text.count("mistyped: no version is published there yet") == 1
 
 
-def test_a_pause_whose_end_fails_leaves_the_new_version(trainer: Trainer, tmp_path: Path) -> None:
-    live = empty()
-
+@pytest.mark.parametrize("error", [OSError, CheckpointNotFound])
+def test_a_pause_whose_end_fails_leaves_the_new_version(
+    error: type[Exception], trainer: Trainer, tmp_path: Path
+) -> None:
     @contextmanager
     def pause() -> Iterator[None]:
         yield
-        raise OSError("the engine is gone")
+        raise error("the engine is gone")
 
-    with Follower(tmp_path / "run", live) as follower:
-        trainer.publish(0)
-        with pytest.raises(OSError, match="the engine is gone"):
+    with behind(trainer, tmp_path) as (follower, live):
+        with pytest.raises(error, match="the engine is gone"):
             follower.update(pause=pause)
-        assert (follower.version, bits(live)) == (0, bits(trainer.versions[0]))
-        assert follower.check().ok
-        trainer.publish(1)
-        assert follower.update()
         assert (follower.version, bits(live)) == (1, bits(trainer.versions[1]))
+        assert follower.check().ok
+        trainer.publish(2)
+        assert follower.update()
+        assert (follower.version, bits(live)) == (2, bits(trainer.versions[2]))
 
 
 @pytest.mark.parametrize("call", ["update", "rollback", "check", "close"])
 def test_a_pause_that_calls_the_follower_leaves_the_old_version(
     call: str, trainer: Trainer, tmp_path: Path
 ) -> None:
-    live = empty()
-    with Follower(tmp_path / "run", live) as follower:
-        trainer.publish(0)
-        follower.update()
-        trainer.publish(1)
+    with behind(trainer, tmp_path) as (follower, live):
 
         @contextmanager
         def pause() -> Iterator[None]:
@@ -508,11 +507,7 @@ def test_a_pause_that_calls_the_follower_leaves_the_old_version(
 def test_a_pause_that_suppresses_errors_hides_no_failed_flip(
     trainer: Trainer, tmp_path: Path
 ) -> None:
-    live = empty()
-    with Follower(tmp_path / "run", live) as follower:
-        trainer.publish(0)
-        follower.update()
-        trainer.publish(1)
+    with behind(trainer, tmp_path) as (follower, live):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(live_arrays.ElementsChange, "apply", lambda change: 1 // 0)
             with pytest.raises(UnickptError, match="version 0 stays live"):
@@ -569,11 +564,7 @@ def test_versions_that_are_gone_are_not_unlearned_silently(
 def test_a_version_that_is_removed_during_the_update_is_not_half_live(
     trainer: Trainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    live = empty()
-    with Follower(tmp_path / "run", live) as follower:
-        trainer.publish(0)
-        follower.update()
-        trainer.publish(1)
+    with behind(trainer, tmp_path) as (follower, live):
         staged = follower_module.Stager.stage
 
         def removing(stager: Any) -> Any:
@@ -617,11 +608,7 @@ def test_random_damage_leaves_the_old_version_or_the_right_one(tmp_path: Path) -
 
 
 def test_a_damaged_patch_says_which_array(trainer: Trainer, tmp_path: Path) -> None:
-    live = empty()
-    with Follower(tmp_path / "run", live) as follower:
-        trainer.publish(0)
-        follower.update()
-        trainer.publish(1)
+    with behind(trainer, tmp_path) as (follower, live):
         files = [f for f in (tmp_path / "run/step_1").rglob("*") if "/d/" in f.as_posix()]
         largest = max((f for f in files if f.stat().st_nlink == 1), key=lambda f: f.stat().st_size)
         content = bytearray(largest.read_bytes())
