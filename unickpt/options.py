@@ -37,6 +37,8 @@ Reuse = Literal["digest", "compare", "patch"]
 REUSES = get_args(Reuse)
 Staging = Literal["auto", "copy", "reference", "lazy", "device"]
 STAGINGS = get_args(Staging)
+REFERENCES: tuple[doors.Group, str] = ("references", "incremental")
+"""The plug-in that decides which chunks a save references."""
 
 
 # Each belongs to a plug-in: an entry point of this name in the group `unickpt.features` is called
@@ -242,7 +244,7 @@ class SaveOptions(CommonOptions):
             PluginError: there is none.
             TypeError, ValueError: `changed` is invalid.
         """
-        door = doors.need("references", "incremental")
+        door = doors.need(*REFERENCES)
         policy: ReferencePolicy = door(self.reuse, self.changed, self.kept_cost)
         return policy
 

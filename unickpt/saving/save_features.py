@@ -6,10 +6,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from unickpt import doors
 from unickpt.commit.merge import MergePolicies, Merging
 from unickpt.format.index import ArrayEntry
 from unickpt.frameworks.process_group import Group
-from unickpt.options import SaveOptions
+from unickpt.options import REFERENCES, SaveOptions
 
 if TYPE_CHECKING:
     from unickpt.features import FileObserver, PhaseObserver
@@ -107,10 +108,10 @@ class SaveFeatures:
 
     def _merging(self, name: str) -> Merging | None:
         """The function that merges the notes of a name in records."""
-        policy = self._options.references
-        if policy.name == name:
-            return policy.merge
         for feature in self.all:
             if feature.name == name:
                 return lambda notes, statistics: feature.merge_notes(notes)
-        return None
+        if doors.find(*REFERENCES) is None:
+            return None
+        policy = self._options.references
+        return policy.merge if policy.name == name else None
