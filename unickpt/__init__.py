@@ -43,7 +43,7 @@ from unickpt.trees.tree import Opaque
 if _CHECKING:
     from unickpt.plugins.experts import Experts
     from unickpt.plugins.merge import merge
-    from unickpt.plugins.merge import methods as merge_methods
+    from unickpt.plugins.merge import method_parameters as merge_methods
     from unickpt.plugins.nonfinite import find_nonfinite
     from unickpt.plugins.parity.repairing import repair
     from unickpt.plugins.quantize import Restores

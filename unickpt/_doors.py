@@ -63,7 +63,7 @@ DOORS = {
     "names": {
         "export": "unickpt.plugins.export.exporting:export",
         "merge": "unickpt.plugins.merge:merge",
-        "merge_methods": "unickpt.plugins.merge.methods",
+        "merge_methods": "unickpt.plugins.merge.method_parameters",
         "Experts": "unickpt.plugins.experts:Experts",
         "Restores": "unickpt.plugins.quantize:Restores",
         "repair": "unickpt.plugins.parity.repairing:repair",

@@ -143,7 +143,7 @@ from unickpt.reading.checkpoint import Hints, Source, open_reader
 from unickpt.reading.checkpoint import again as reading_again
 from unickpt.reading.checkpoint import opened as opened_checkpoint
 from unickpt.reading.checkpoint import reading as reading_checkpoint
-from unickpt.reading.listing import Listed, checkpoints_below, other_folders
+from unickpt.reading.checkpoints_below import Listed, checkpoints_below, other_folders
 from unickpt.references.policy import (
     Claim,
     DescribedSave,

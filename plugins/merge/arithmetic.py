@@ -14,7 +14,7 @@ import numpy as np
 import xxhash
 
 from unickpt.extend import Array, DType, dtype_name
-from unickpt.plugins.merge.methods import Dare, Slerp, Ties, slerp_weights
+from unickpt.plugins.merge.method_parameters import Dare, Slerp, Ties, slerp_weights
 from unickpt.types import Box
 
 BLOCK = 1 << 15

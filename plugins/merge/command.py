@@ -11,7 +11,7 @@ from unickpt import UnickptError
 from unickpt.extend import counted
 from unickpt.extend import terminal_options as options
 from unickpt.extend import terminal_output as terminal
-from unickpt.plugins.merge import methods
+from unickpt.plugins.merge import method_parameters
 from unickpt.plugins.merge.merging import merge
 from unickpt.plugins.merge.sources import preview
 
@@ -99,7 +99,7 @@ def command(
     source_rules = options.read_rules(rules, inverse, size)
     try:
         values = options.named_values("--with", parameters, _PARAMETER)
-        method = methods.method_of(cast(Any, how), values)
+        method = method_parameters.method_of(cast(Any, how), values)
         written_as = options.save_options(budget, compression, quantize)
         arguments: dict[str, Any] = {"weights": weights, "base": base, "last": last}
         arguments |= {"rules": source_rules, "integers": integers}

@@ -47,9 +47,9 @@ from unickpt.extend import (
     within,
     write_streamed,
 )
-from unickpt.plugins.merge import arithmetic, methods
+from unickpt.plugins.merge import arithmetic, method_parameters
 from unickpt.plugins.merge.arithmetic import BLOCK, ElementPieces, Formula, NotFinite
-from unickpt.plugins.merge.methods import Method, MethodName, Search, Slerp, Ties
+from unickpt.plugins.merge.method_parameters import Method, MethodName, Search, Slerp, Ties
 from unickpt.plugins.merge.sources import (
     ManyRules,
     MergePlan,
@@ -132,7 +132,7 @@ def merge(
     options = SaveOptions.or_default(options)
     if progress is not None:
         options = replace(options, progress=progress)
-    method = methods.method_of(how)
+    method = method_parameters.method_of(how)
     if allow_nonfinite and not method.is_linear:
         raise ValueError(f"how={method.name!r} cannot merge NaN and infinite elements")
     chosen_format(OWN_FORMAT, destination)  # refuses names of files
@@ -331,16 +331,16 @@ class Merger:
     def _formula(self, name: str) -> Formula:
         method, weights = self.plan.method, self.plan.weights
         match method:
-            case methods.Mean():
+            case method_parameters.Mean():
                 return arithmetic.average
             case Slerp():
                 return partial(arithmetic.weighted_sum, self._statistics_by_name[name])
             case Ties():
                 thresholds, wide = self._statistics_by_name[name], self._is_wide(name)
                 return partial(arithmetic.add_elected, thresholds, method.scale, wide)
-            case methods.Dare():
+            case method_parameters.Dare():
                 return partial(arithmetic.add_random_differences, weights, method, name)
-            case methods.TaskArithmetic():
+            case method_parameters.TaskArithmetic():
                 return partial(arithmetic.add_differences, weights)
         return partial(arithmetic.weighted_sum, weights)
 

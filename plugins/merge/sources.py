@@ -33,7 +33,7 @@ from unickpt.extend import (
     resolve_path,
     stored_leaf,
 )
-from unickpt.plugins.merge.methods import Method, SourceFacts, weights_of
+from unickpt.plugins.merge.method_parameters import Method, SourceFacts, weights_of
 from unickpt.plugins.merge.weight_search import Trials
 from unickpt.types import Box
 

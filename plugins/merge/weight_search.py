@@ -23,7 +23,7 @@ from unickpt.extend import (
     process_names,
 )
 from unickpt.plugins.merge import front_plot
-from unickpt.plugins.merge.methods import Search
+from unickpt.plugins.merge.method_parameters import Search
 from unickpt.types import Group
 
 SourceWeights = tuple[float, ...]

@@ -19,7 +19,7 @@ import unickpt
 from unickpt import PerProcess, doors
 from unickpt.cli import fragment_map
 from unickpt.cli.app import app
-from unickpt.reading.listing import checkpoints_below
+from unickpt.reading.checkpoints_below import checkpoints_below
 from unickpt.types import Box, Layout, LocalFragments, Mesh
 
 

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from support.processes import Processes
 from support.strategies import meshes
 
-from unickpt.commit import chunk_owners
-from unickpt.commit.chunk_owners import Shared, Workload
+from unickpt.commit import writer_choice
+from unickpt.commit.writer_choice import Shared, Workload
 from unickpt.format import chunk_grid
 from unickpt.format.index import ArrayEntry
 from unickpt.types import Layout, Mesh
@@ -120,7 +120,7 @@ class Job:
         for process in {p for _, layout in self.arrays.values() for p in layout.mesh.processes}:
             held = list(self.held(process))
             written[process] = 0
-            shares = chunk_owners.shares([unit for unit, _ in held], process)
+            shares = writer_choice.shares([unit for unit, _ in held], process)
             for (unit, sizes), run in zip(held, shares, strict=True):
                 written[process] += sum(sizes[run.start : run.stop])
                 runs.setdefault((unit.key, unit.start), []).append(run)
@@ -194,7 +194,7 @@ def test_all_processes_agree_whatever_the_order_of_their_arrays(
 MIB = 1 << 20
 
 
-@pytest.mark.parametrize("share", [chunk_owners.shares, chunk_owners.shares_of_assumed])
+@pytest.mark.parametrize("share", [writer_choice.shares, writer_choice.shares_of_assumed])
 @pytest.mark.parametrize(
     "alone",
     [
@@ -233,7 +233,7 @@ def test_whatever_processes_write_alone(data: st.DataObject, count: int) -> None
     everyone = tuple(range(count))
     sizes = data.draw(st.lists(st.integers(1, 5).map(lambda n: n * 1000), max_size=30))
     held = [Shared(str(n), (0,), everyone, 1, size) for n, size in enumerate(sizes)]
-    runs = {p: chunk_owners.shares(held, p, Workload(alone)) for p in everyone}
+    runs = {p: writer_choice.shares(held, p, Workload(alone)) for p in everyone}
     assert all(sum(len(runs[p][n]) for p in everyone) == 1 for n in range(len(held)))
     written = {
         p: alone[p] + sum(u.nbytes for u, run in zip(held, runs[p], strict=True) if run)
@@ -246,7 +246,7 @@ def test_whatever_processes_write_alone(data: st.DataObject, count: int) -> None
 def test_many_arrays_on_thousands_of_replicas_are_shared_out() -> None:
     everyone = tuple(range(4096))
     held = [Shared(str(n), (0,), everyone, 2, 1 << 20) for n in range(4096)]
-    found = [sum(map(len, chunk_owners.shares(held, p))) for p in (0, 1, 2048, 4095)]
+    found = [sum(map(len, writer_choice.shares(held, p))) for p in (0, 1, 2048, 4095)]
     assert found == [2, 2, 2, 2]
 
 

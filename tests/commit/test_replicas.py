@@ -11,8 +11,8 @@ import pytest
 from support.processes import Processes
 
 import unickpt
-from unickpt.commit import chunk_owners
-from unickpt.commit.chunk_owners import Shared
+from unickpt.commit import writer_choice
+from unickpt.commit.writer_choice import Shared
 from unickpt.format import chunk_grid
 from unickpt.saving import fingerprints
 
@@ -268,7 +268,7 @@ def test_the_processes_write_as_much_each(tree: str, count: int) -> None:
         entry = chunk_grid.ArrayEntry(name, shape, "float32", chunk, layout)
         (part,) = chunk_grid.parts(entry)
         units.append(assumed(name, entry.nbytes, part.count, count))
-    shares = [chunk_owners.shares_of_assumed(units, process) for process in range(count)]
+    shares = [writer_choice.shares_of_assumed(units, process) for process in range(count)]
     for at, unit in enumerate(units):
         assert sorted(k for of in shares for k in of[at]) == list(range(unit.chunks))
     single = [(unit.nbytes, bool(shares[0][n])) for n, unit in enumerate(units) if unit.chunks == 1]
@@ -283,7 +283,7 @@ def test_the_processes_write_as_much_each(tree: str, count: int) -> None:
     balance = max(written) / np.mean(written)
     print(f"{tree}, {count} processes: busiest over mean {balance:.3f}")
     # Of thousands of little arrays on many processes, process 0 writes all, and nothing else.
-    little = sum(unit.nbytes for unit in units if chunk_owners.is_little(unit.nbytes))
+    little = sum(unit.nbytes for unit in units if writer_choice.is_little(unit.nbytes))
     assert balance <= max(1.1, little / np.mean(written))
     assert max(written[1:]) <= 1.1 * np.mean(written)
 
@@ -308,7 +308,7 @@ def test_all_of_what_is_little_comes_from_process_0(
     units = [assumed(str(n), *of, len(written)) for n, of in enumerate(given)]
     for process, expected in enumerate(written):
         chunks: dict[int, int] = {}
-        for unit, run in zip(units, chunk_owners.shares_of_assumed(units, process), strict=True):
+        for unit, run in zip(units, writer_choice.shares_of_assumed(units, process), strict=True):
             chunks[unit.nbytes] = chunks.get(unit.nbytes, 0) + len(run)
         assert list(chunks.values()) == expected
 

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from support.processes import Processes
 
 import unickpt
-from unickpt.commit import chunk_owners
-from unickpt.commit.chunk_owners import Shared, Workload
+from unickpt.commit import writer_choice
+from unickpt.commit.writer_choice import Shared, Workload
 from unickpt.frameworks.job_bytes import JobBytes, writers_of
 from unickpt.frameworks.process_group import JobSession
 from unickpt.saving.write_plan import LearnedBytes
@@ -58,7 +58,7 @@ class Job:
             held = [array for array in self.arrays if process in array.replicas]
             random.Random(process).shuffle(held)
             work = Workload({}, known, most)
-            for array, run in zip(held, chunk_owners.shares(held, process, work), strict=True):
+            for array, run in zip(held, writer_choice.shares(held, process, work), strict=True):
                 written[process] += array.nbytes // array.chunks * len(run)
                 for number in run:
                     assert (array.key, number) not in owners

@@ -9,7 +9,7 @@ from typing import get_args
 
 import pytest
 
-from unickpt.plugins.merge.methods import METHODS, MethodName
+from unickpt.plugins.merge.method_parameters import METHODS, MethodName
 
 PROGRAM = """
 from dataclasses import dataclass

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.strategies import laid_out
 
-from unickpt.commit import chunk_owners
-from unickpt.commit.chunk_owners import Shared
+from unickpt.commit import writer_choice
+from unickpt.commit.writer_choice import Shared
 from unickpt.format import chunk_grid
 from unickpt.format.index import ArrayEntry
 from unickpt.types import Box, Layout, Mesh
@@ -63,7 +63,7 @@ def test_every_chunk_has_one_writer_and_it_holds_the_chunk(case: tuple, chunk_by
             for key, numbers, box, replicas in held
         ]
         for (key, numbers, _, _), run in zip(
-            held, chunk_owners.shares(units, process), strict=True
+            held, writer_choice.shares(units, process), strict=True
         ):
             for k in run:
                 written.setdefault((key, numbers[k]), []).append(process)

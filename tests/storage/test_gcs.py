@@ -22,7 +22,7 @@ from unickpt import (
     SaveConflict,
     StorageError,
 )
-from unickpt.reading.listing import checkpoints_below
+from unickpt.reading.checkpoints_below import checkpoints_below
 from unickpt.storage import paths
 
 pytestmark = pytest.mark.integration

@@ -27,7 +27,7 @@ from unickpt import (
 from unickpt.commit.messages import NO_CHUNKS, OK, Notes, Record
 from unickpt.format.verified_chunks import ChunkStore
 from unickpt.frameworks.process_group import ProcessGroup
-from unickpt.reading.listing import checkpoints_below
+from unickpt.reading.checkpoints_below import checkpoints_below
 from unickpt.storage import paths
 from unickpt.storage.tensorstore_calls import KvStore
 

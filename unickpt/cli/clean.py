@@ -10,7 +10,7 @@ import typer
 from rich.text import Text
 
 from unickpt.quoting import counted, size_text
-from unickpt.reading.listing import checkpoints_below
+from unickpt.reading.checkpoints_below import checkpoints_below
 from unickpt.runs import save_leftovers
 from unickpt.runs.save_leftovers import Orphan, OrphanSearch
 from unickpt.storage import paths

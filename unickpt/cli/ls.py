@@ -17,7 +17,7 @@ from unickpt.errors import CheckpointNotFound, InvalidPath, UnickptError
 from unickpt.format.reader_registry import SeveralCheckpoints
 from unickpt.quoting import first_few, size_text
 from unickpt.reading.checkpoint import Checkpoint, open_reader
-from unickpt.reading.listing import Listed, checkpoints_below, other_folders
+from unickpt.reading.checkpoints_below import Listed, checkpoints_below, other_folders
 from unickpt.runs import save_leftovers
 from unickpt.runs.save_leftovers import OrphanSearch
 from unickpt.storage import paths

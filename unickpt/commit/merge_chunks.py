@@ -429,7 +429,7 @@ def requests(
     requested: Requests = {}
     if not holes.size:
         return requested
-    from unickpt.commit import chunk_owners
+    from unickpt.commit import writer_choice
 
     having: dict[str, list[int]] = {}
     for process, array_names in enumerate(names):
@@ -446,7 +446,7 @@ def requests(
                 box, processes = part.chunk_box(position - first), having.get(name, [])
                 load: list[tuple[float, int]] = [(0, process) for process in processes]
                 # Spread over the processes that have it, but small arrays come from the first.
-                if not chunk_owners.is_little(entry.nbytes):
+                if not writer_choice.is_little(entry.nbytes):
                     so_far = sorted(((written or {}).get(p, 0), p) for p in processes)
                     load = loads.setdefault(tuple(processes), so_far)
                 chosen = _holder(entry, box, load)

@@ -9,13 +9,13 @@ from unickpt.arrays.names import natural
 from unickpt.errors import CheckpointNotFound, StorageError, UnickptError
 from unickpt.format.reader_registry import SeveralCheckpoints
 from unickpt.quoting import shortened
-from unickpt.reading.listing import checkpoints_below, other_folders
+from unickpt.reading.checkpoints_below import checkpoints_below, other_folders
 from unickpt.storage import paths
 from unickpt.storage.locations import Location
 from unickpt.storage.ocdbt import MANIFEST
 
 if TYPE_CHECKING:
-    from unickpt.reading.listing import Listed
+    from unickpt.reading.checkpoints_below import Listed
 
 _SHOWN = 8  # names, in a message
 _MOST_TEXT = 400  # characters of names, which other systems may have chosen

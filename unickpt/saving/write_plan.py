@@ -17,7 +17,7 @@ from unickpt.references.value_places import WriteItem
 from unickpt.saving.describe import Description
 
 if TYPE_CHECKING:
-    from unickpt.commit.chunk_owners import Shared
+    from unickpt.commit.writer_choice import Shared
     from unickpt.frameworks.job_bytes import JobBytes, Replicas
     from unickpt.frameworks.process_group import JobSession
     from unickpt.references.policy import ReferenceSource
@@ -204,7 +204,7 @@ def _own_items(
     finds the chunks that it leaves out in its own files. Then the others are split, so that all
     processes write the same amount.
     """
-    from unickpt.commit import chunk_owners  # only where several processes hold the same
+    from unickpt.commit import writer_choice  # only where several processes hold the same
 
     runs = [
         list(run)
@@ -216,15 +216,18 @@ def _own_items(
     most = sharing.most_writers
     for work, candidate_runs in (
         (
-            chunk_owners.Workload(most_writers=most),
+            writer_choice.Workload(most_writers=most),
             [run for run in runs if run[0].unit is not None] if description.units else [],
         ),
         (
-            chunk_owners.Workload(alone, job, most),
+            writer_choice.Workload(alone, job, most),
             [run for run in runs if run[0].unit is None] if description.units else runs,
         ),
     ):
-        for assumed, share in (False, chunk_owners.shares), (True, chunk_owners.shares_of_assumed):
+        for assumed, share in (
+            (False, writer_choice.shares),
+            (True, writer_choice.shares_of_assumed),
+        ):
             matching_runs = [run for run in candidate_runs if run[0].assumed is assumed]
             shared = [_shared(run) for run in matching_runs]
             for run, positions in zip(
@@ -246,7 +249,7 @@ def _some_of(run: Sequence[WriteItem], positions: range) -> Iterator[WriteItem]:
 
 def _shared(run: Sequence[WriteItem]) -> Shared:
     """The facts that determine the writer of the chunks of a part in one fragment."""
-    from unickpt.commit.chunk_owners import Shared
+    from unickpt.commit.writer_choice import Shared
 
     first = run[0]
     box, replicas = first.fragment.box, first.fragment.replicas

@@ -15,7 +15,7 @@ from support.forks import Forks
 from support.processes import Processes, free_port
 
 import unickpt
-from unickpt.reading.listing import checkpoints_below
+from unickpt.reading.checkpoints_below import checkpoints_below
 
 pytest.importorskip("lightning")
 pytestmark = pytest.mark.integration

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from unickpt.arrays.box import Box
 from unickpt.errors import MergeError
-from unickpt.plugins.merge import arithmetic, methods
+from unickpt.plugins.merge import arithmetic, method_parameters
 from unickpt.plugins.merge.arithmetic import (
     ElementSpan,
     KthLargest,
@@ -25,7 +25,7 @@ from unickpt.plugins.merge.arithmetic import (
     ties_statistics,
     weighted_sum,
 )
-from unickpt.plugins.merge.methods import (
+from unickpt.plugins.merge.method_parameters import (
     ByMetric,
     ByStep,
     Dare,
@@ -103,7 +103,7 @@ def test_weights_may_be_an_array() -> None:
 
 
 def test_methods_by_name() -> None:
-    for kind in methods.METHODS:
+    for kind in method_parameters.METHODS:
         assert method_of(kind.name) == kind()
     assert method_of("ties", {"density": 0.5}) == Ties(density=0.5)
     with pytest.raises(ValueError, match="no method; methods are mean, weighted, metric"):
@@ -326,4 +326,4 @@ def test_mean_and_average_are_those_of_torch() -> None:
 def test_the_command_line_names_all_methods() -> None:
     from unickpt.plugins.merge import command
 
-    assert command.METHODS.split(", ") == [kind.name for kind in methods.METHODS]
+    assert command.METHODS.split(", ") == [kind.name for kind in method_parameters.METHODS]

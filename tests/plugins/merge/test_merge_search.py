@@ -21,9 +21,9 @@ from support.saving import files
 import unickpt
 from unickpt import Checkpoint, SaveOptions
 from unickpt.errors import MergeError
-from unickpt.plugins.merge.methods import Search, Weighted
+from unickpt.plugins.merge.method_parameters import Search, Weighted
 from unickpt.plugins.merge.weight_search import Trial, balanced, pareto_front
-from unickpt.reading.listing import checkpoints_below
+from unickpt.reading.checkpoints_below import checkpoints_below
 
 pytest.importorskip("scipy")
 pytest.importorskip("optuna")
@@ -267,7 +267,7 @@ def test_on_object_storage(paths: list[Path], moto: str, monkeypatch: pytest.Mon
 
 JOB = """
     import json, sys, torch.distributed as dist, numpy as np, unickpt
-    from unickpt.plugins.merge.methods import Search
+    from unickpt.plugins.merge.method_parameters import Search
     dist.init_process_group("gloo")
     folder, rank = sys.argv[1], dist.get_rank()
     options = unickpt.SaveOptions(fsync=False, chunk_bytes=800)

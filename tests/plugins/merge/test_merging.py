@@ -24,7 +24,7 @@ from support.saving import files, in_job
 import unickpt
 from unickpt import PerProcess, Rules, SaveOptions, merge_methods
 from unickpt.errors import MergeError
-from unickpt.plugins.merge.methods import ByMetric, ByStep, Dare, Ema, Slerp, Ties
+from unickpt.plugins.merge.method_parameters import ByMetric, ByStep, Dare, Ema, Slerp, Ties
 from unickpt.testing.thread_groups import Threads
 from unickpt.tools.slab_reads import read_boxes
 

@@ -1,4 +1,4 @@
-"""Listing: the checkpoints directly below a folder, in any storage."""
+"""The checkpoints directly below a folder, in any storage."""
 
 from __future__ import annotations
 
