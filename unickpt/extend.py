@@ -178,7 +178,7 @@ from unickpt.storage.paths import LocalLocation, PathLike
 from unickpt.storage.paths import absolute as absolute_path
 from unickpt.storage.paths import context as storage_context
 from unickpt.storage.paths import resolve as resolve_path
-from unickpt.storage.regular_files import RegularFiles, begin_flush, close_quietly, system_calls
+from unickpt.storage.regular_files import RegularFiles, system_calls
 from unickpt.storage.regular_files import closing as closing_file
 from unickpt.storage.schemes import Scheme
 from unickpt.storage.schemes import register as register_scheme
@@ -327,11 +327,11 @@ __all__ = [
     "StoredView", "Taken", "Task", "TensorSource", "Tier", "TierCopying", "Timing", "Unchanged",
     "Unit", "UnitSteps", "Units", "UnreadPolicy", "ValuePlaces", "Version", "View", "WHOLE_BOXES",
     "WriteFilter", "WriteItem", "Writer", "WritingSave", "absolute_path", "adapter_of", "adapters",
-    "all_gather_bytes", "apply_rules", "asking_storage", "barrier", "base_name", "begin_flush",
+    "all_gather_bytes", "apply_rules", "asking_storage", "barrier", "base_name",
     "boxes_to_fill", "bytes_of_chunk", "bytes_on_disk", "changed_repr", "check_boxes", "check_rest",
     "check_same_source", "check_written", "checkpoints_below", "child_names", "children_by_key",
     "chosen_format",
-    "chunk_count", "chunk_digest", "chunk_keys", "close_quietly", "closing_file", "combined_crc32",
+    "chunk_count", "chunk_digest", "chunk_keys", "closing_file", "combined_crc32",
     "common_codec", "compressed_chunk", "consumers_by_chunk", "conversion_budgets", "convertible",
     "copy_files", "counted", "current_group", "cut_box", "decode_per_process", "dict_node",
     "dtype_and_shape", "dtype_from_name", "dtype_kind", "dtype_name", "encode_per_process",

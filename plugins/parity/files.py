@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections import deque
 from collections.abc import Iterable, Iterator
 from functools import cached_property
 
@@ -15,14 +14,11 @@ from unickpt.extend import (
     DataReference,
     KvStore,
     Location,
-    begin_flush,
-    close_quietly,
     sync_folder,
     system_calls,
 )
 
 _PIECE_BYTES, _OBJECT_PIECE_BYTES = 1 << 20, 16 << 20
-_MOST_UNFLUSHED = 2  # the disk has mostly ended with those before
 _UNFINISHED = ".repair"
 """The end of the name of a file that is being rewritten."""
 
@@ -38,7 +34,6 @@ class FolderFiles:
     def __init__(self, location: Location, context: ts.Context) -> None:
         self.location = location
         self._regular, self._context = location.regular_files(), context
-        self._unflushed = deque[_Unflushed]()
 
     @cached_property
     def _store(self) -> KvStore:  # a forked process cannot use it, and local files do not need it
@@ -80,8 +75,8 @@ class FolderFiles:
             return self._regular.size(path)
         return len(self._store.read(path).result().value)
 
-    def write(self, path: str, pieces: Iterable[bytes | memoryview], *, fsync: bool) -> None:
-        """Writes a new file. It is flushed to disk by `flush` or by later calls.
+    def write(self, path: str, pieces: Iterable[bytes | memoryview]) -> None:
+        """Writes a new file; the operating system flushes it to disk later.
 
         Raises:
             Failed: the storage failed.
@@ -90,21 +85,14 @@ class FolderFiles:
             self._store.write(path, b"".join(pieces)).result()
             return
         self.location.child(os.path.dirname(path)).make()
-        later = self._unflushed if fsync else None
-        _write(f"{self.location.path}{path}", pieces, os.O_EXCL, fsync=False, later=later)
-        self.flush(_MOST_UNFLUSHED)
-
-    def flush(self, most: int = 0) -> None:
-        """Flushes new files to disk until at most so many are left. Raises as `write`."""
-        while len(self._unflushed) > most:
-            self._unflushed.popleft().flush()
+        _write(f"{self.location.path}{path}", pieces, os.O_EXCL, fsync=False)
 
     def replace(
         self, path: str, pieces: Iterable[bytes | memoryview], *, fsync: bool = True
     ) -> None:
         """Writes a file, or replaces it: completely or not at all. Raises as `write`."""
         if self._regular is None:
-            self.write(path, pieces, fsync=fsync)
+            self.write(path, pieces)
             return
         self._regular.check_inside(path)
         full_path = f"{self.location.path}{path}"
@@ -133,42 +121,16 @@ def checked(path: str, pieces: Iterable[bytes], expected: str) -> Iterator[bytes
         raise Damaged(f"{path}: the restored bytes do not match their digest: a file changed")
 
 
-class _Unflushed:
-    """A written file that is flushed to disk later; it is closed when this is dropped."""
-
-    def __init__(self, handle: int, path: str) -> None:
-        self._handle, self._path = os.dup(handle), path
-
-    def flush(self) -> None:
-        with system_calls("flush", self._path):
-            os.fsync(self._handle)
-
-    def __del__(self) -> None:
-        close_quietly(self._handle)
-
-
-def _write(
-    path: str,
-    pieces: Iterable[bytes | memoryview],
-    flags: int,
-    *,
-    fsync: bool,
-    later: deque[_Unflushed] | None = None,
-) -> None:
+def _write(path: str, pieces: Iterable[bytes | memoryview], flags: int, *, fsync: bool) -> None:
     with system_calls("write", path):
         handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | flags, 0o666)
         with open(handle, "wb", buffering=0) as file:
             for piece in pieces:
                 view = memoryview(piece).cast("B")
-                start, nbytes = file.tell(), len(view)
                 while view:
                     view = view[file.write(view) :]
-                if later is not None:
-                    begin_flush(handle, start, nbytes)
             if fsync:
                 os.fsync(handle)
-            if later is not None:
-                later.append(_Unflushed(handle, path))
 
 
 def digest(pieces: Iterable[memoryview | bytes]) -> str:

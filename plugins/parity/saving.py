@@ -171,7 +171,8 @@ class ParityWriter:
         folder: of a process, or of the B-tree.
         multiple: files in a group.
         buffers: parity files of a group.
-        fsync: whether they are flushed to disk.
+        fsync: whether the list of groups is flushed to disk. Parity files are not waited for: what
+            a power failure leaves of them is found by their digests, and `repair` rewrites them.
     """
 
     def __init__(self, folder: Location, multiple: int, buffers: int, *, fsync: bool) -> None:
@@ -222,7 +223,6 @@ class ParityWriter:
                     group.add(path, self._files.pieces(path, sizes[path]), sizes[path])
                 self._write(group)
             self._seen.update(unseen)
-        self._files.flush()
         if self._tables:
             self._files.replace(f"{ADDED_FOLDER}/{LIST}", [encode(self._tables)], fsync=self._fsync)
         location = self._files.location
@@ -241,7 +241,7 @@ class ParityWriter:
         end = encode([table])
         for name, total in zip(names, sums, strict=True):
             views: list[memoryview] = [part.data for part in total]
-            self._files.write(name, [*views, end], fsync=self._fsync)
+            self._files.write(name, [*views, end])
         group.sums.release()
 
 

@@ -25,7 +25,6 @@ from unickpt import CheckpointCorrupt, Checkpointer, CheckpointNotFound, SaveOpt
 from unickpt.cli.app import app
 from unickpt.extend import Failed
 from unickpt.plugins.parity import files
-from unickpt.plugins.parity.saving import ParityWriter
 from unickpt.storage import paths
 
 FAST: dict[str, Any] = {"fsync": False, "chunk_bytes": 4096}
@@ -278,29 +277,37 @@ def test_asynchronous_saves_have_parity(path: Path) -> None:
     assert is_equal(path)
 
 
-@pytest.mark.parametrize("parity", [(3, 1), (3, 2)])
-def test_every_file_is_flushed_when_a_process_ends(
-    path: Path, parity: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+def test_data_and_lists_are_flushed_and_sums_are_not_waited_for(
+    path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    flushed, fsync, end = set[str](), os.fsync, ParityWriter.end
-    counts = list[int]()
+    flushed, fsync = set[str](), os.fsync
 
     def noted(handle: int) -> None:
         flushed.add(os.readlink(f"/proc/self/fd/{handle}").removesuffix(".repair"))
         fsync(handle)
 
-    def checked(self: ParityWriter, names: Any) -> None:
-        end(self, names)
-        parity_files = {str(file) for file in files_of(path, "p")}
-        assert not parity_files - flushed
-        assert {str(Path(file).parent) for file in parity_files} <= flushed
-        counts.append(len(parity_files))
-
     monkeypatch.setattr(os, "fsync", noted)
-    monkeypatch.setattr(ParityWriter, "end", checked)
-    save(path, parity, fsync=True)
-    assert counts[-1] > counts[0] > 1
+    save(path, (3, 1), fsync=True)
+    added = files_of(path, "p")
+    assert {file.name for file in added if str(file) in flushed} == {"groups"}
+    assert {str(file.parent) for file in added} <= flushed
     assert {str(file) for file in files_of(path, "d")} <= flushed
+
+
+@pytest.mark.parametrize("what", ["empty", "zeros"])
+def test_sums_that_a_power_failure_lost_are_repaired(path: Path, what: str) -> None:
+    save(path)
+    sums = [file for file in files_of(path, "p") if file.name != "groups"]
+    before = {file: file.read_bytes() for file in sums}
+    for file, data in before.items():
+        file.write_bytes(b"" if what == "empty" else bytes(len(data)))
+    assert is_equal(path)
+    result = CliRunner().invoke(app, ["verify", str(path)])
+    assert result.exit_code == 1
+    assert f"`unickpt repair {path}` restores {sums[0].relative_to(path)}" in result.output
+    assert set(unickpt.repair(path).repaired) == {str(file.relative_to(path)) for file in sums}
+    assert {file: file.read_bytes() for file in sums} == before
+    assert unickpt.verify(path).ok
 
 
 def test_a_save_that_fails_leaves_no_file_open(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
