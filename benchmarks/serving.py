@@ -5,8 +5,8 @@
 
 A Llama in bfloat16 (float32 for ZeRO 3, whose masters are cast) is saved by each system. In every
 round, all loaders take a turn in one process, in an order shuffled anew, with the files in the page
-cache. Timed is `load_weights`, which reads and fills the parameters, without making the model; their
-memory was touched before, since a virtual machine may have to get it from its host.
+cache. Timed is `load_weights`, which reads and fills the parameters, without making the model.
+Their memory was touched before, since a virtual machine may have to get it from its host.
 Round 0 is not counted, and compares all parameters. Written and read bytes are from /proc/self/io.
 
 Give it an idle machine, or start it by `chrt -r 1` (`nice` has little effect between sessions of
@@ -143,7 +143,7 @@ def main() -> None:
         seconds, cpu = (statistics.median(row[i] for row in rows) for i in (0, 1))
         ratios = [row[0] / other[0] for row, other in zip(rows, times[THEIRS], strict=True)]
         print(
-            f"{name:22} {seconds:8.4f} s {seconds / base:6.2f}x "
+            f"{name:30} {seconds:8.4f} s {seconds / base:6.2f}x "
             f"(rounds {min(ratios):.2f} to {max(ratios):.2f}), "
             f"of all cores {cpu:7.4f} s {cpu / cpu_base:5.2f}x, "
             f"read {rows[0][2] / 2**20:7.0f} MiB, written {max(row[3] for row in rows)} bytes"
@@ -168,6 +168,9 @@ def measure(folder: Path, arguments: argparse.Namespace) -> dict[str, list[Any]]
             file.rmdir()
         work.rmdir()
         engines[f"unickpt, {system}"] = Engine(config, "unickpt", settings)
+        if system == "unickpt":
+            unverified = {**settings, "verify": False}
+            engines[f"unickpt, {system}, verify=False"] = Engine(config, "unickpt", unverified)
     (folder / "sealed").mkdir()
     for file in (folder / "hf").iterdir():
         (folder / "sealed" / file.name).hardlink_to(file)

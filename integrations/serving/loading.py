@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 import unickpt
-from unickpt import Checkpoint, Rules
+from unickpt import Checkpoint, LoadOptions, Rules
 from unickpt.errors import LoadMismatch
 from unickpt.extend import convertible, first_few
 from unickpt.integrations.serving.recorder import LoadRecorder, WeightCopy, fragments_of
@@ -23,12 +23,14 @@ class CheckpointLoader:
     Arguments:
         settings: `path`, the checkpoint; `rules`, from stored names to those of Hugging Face: a
             preset's name, a file, or text; `sizes` for them, as for `Rules.preset`; `under`, the
-            part of the checkpoint, as for `unickpt.load`; and `hints`, as for `unickpt.open`. All
-            are optional. Of a training state, stored or made by rules, `model` is loaded.
+            part of the checkpoint, as for `unickpt.load`; `hints`, as for `unickpt.open`; and
+            `verify`, as in `LoadOptions`. All are optional. Of a training state, stored or made by
+            rules, `model` is loaded.
         option: has the settings, for errors.
 
     Raises:
         ValueError: there are other settings.
+        TypeError: `verify` is not True or False.
     """
 
     def __init__(self, settings: Mapping[str, Any] | None, option: str) -> None:
@@ -36,10 +38,11 @@ class CheckpointLoader:
         self._path = options.pop("path", None)
         self._rules = rules_named(options.pop("rules", None), options.pop("sizes", None))
         self._under, self._hints = options.pop("under", ""), options.pop("hints", None)
+        self._options = LoadOptions(verify=options.pop("verify", True))
         if options:
             raise ValueError(
-                f"{option} has {', '.join(sorted(options))}; it takes path, rules, sizes, under "
-                "and hints"
+                f"{option} has {', '.join(sorted(options))}; it takes path, rules, sizes, under, "
+                "hints and verify"
             )
 
     def load(
@@ -68,7 +71,7 @@ class CheckpointLoader:
         checkpoint = unickpt.open(self._path or default_path, hints=self._hints)
         if self._under:
             checkpoint = checkpoint.under(self._under)
-        source = _Source(checkpoint, self._rules)
+        source = _Source(checkpoint, self._rules, self._options)
         recorder = LoadRecorder(source.fill, source.read, dict(model.named_parameters()))
         tensors = [
             (name, recorder.source(name, array.shape, array.dtype))
@@ -98,10 +101,11 @@ class _Source:
     Arguments:
         checkpoint: the checkpoint.
         rules: to the names that `load_weights` gets.
+        options: of each load.
     """
 
-    def __init__(self, checkpoint: Checkpoint, rules: Rules | None) -> None:
-        self._checkpoint, self._rules = checkpoint, rules
+    def __init__(self, checkpoint: Checkpoint, rules: Rules | None, options: LoadOptions) -> None:
+        self._checkpoint, self._rules, self._options = checkpoint, rules, options
         entries = convertible(checkpoint.reader, rules, None).index.entries
         has_model = any(name.startswith(_MODEL) for name in entries)
         self._above = _MODEL if has_model else ""
@@ -135,8 +139,9 @@ class _Source:
         if self._above:
             like = {self._above.rstrip("/"): like}
         unickpt.load(
-            self._checkpoint, like, rules=self._rules, only=only, unexpected="skip", cast=True
-        )
+            self._checkpoint, like, rules=self._rules, only=only, unexpected="skip", cast=True,
+            options=self._options,
+        )  # fmt: skip
 
 
 def rules_named(rules: str | None, sizes: Mapping[str, int] | None = None) -> Rules | None:

@@ -34,7 +34,7 @@ TASK_CHUNKS = 256
 _TASKS_PER_THREAD = 4
 # Up to so many bytes, which may be in the page cache, one thread per core reads from a disk: more
 # take the cores from each other while they hold the GIL.
-_FEW_BYTES = 256 << 20
+_FEW_BYTES = 1 << 30
 
 
 @cache

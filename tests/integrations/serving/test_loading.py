@@ -156,6 +156,20 @@ def test_settings(tmp_path: Path) -> None:
         CheckpointLoader({"threads": 3}, "extra_config")
 
 
+def test_changed_bytes_are_an_error_unless_they_are_not_compared(tmp_path: Path) -> None:
+    state = stored()
+    unickpt.save(tmp_path / "ckpt", state)
+    for file in tmp_path.glob("ckpt/processes/*/00000/d/*"):
+        file.write_bytes(bytes(byte ^ 1 for byte in file.read_bytes()))
+    with pytest.raises(unickpt.CheckpointCorrupt, match="digest"):
+        load(tmp_path / "ckpt", Model(False))
+    model = Model(False)
+    load(tmp_path / "ckpt", model, verify=False)
+    assert not torch.equal(model.qkv, torch.cat([state[name] for name in "qkv"]))
+    with pytest.raises(TypeError, match="verify='no' must be True or False"):
+        CheckpointLoader({"verify": "no"}, "extra_config")
+
+
 def in_other_memory(parameter: torch.nn.Parameter) -> None:
     parameter.data = torch.zeros(parameter.shape)
 
