@@ -85,7 +85,7 @@ def test_keys_ascend_and_each_has_its_own_place(grids: dict[str, list[int]], see
     assert MISSING not in kinds
     found: dict[bytes, int] = {}
     keys = list[bytes]()
-    for run in root.runs(index, chunks, {"unickpt.json": (0, 6000, 1)}):
+    for run in root.runs(index, chunks, {"unickpt.json": (0, 6000, 1), **chunks.blobs}):
         run_keys = [run.key(n) for n in range(len(run.places))]
         keys += run_keys
         found.update(zip(run_keys, run.places["offset"].tolist(), strict=True))

@@ -203,7 +203,7 @@ class _ListedChunks:
             first_bytes.append(self._nbytes)
             self._place(process, record, rows[start : start + len(record.chunks)], start)
         if len(records) > 1:
-            _shift(rows, np.repeat(first_files, counts), np.repeat(first_bytes, counts))
+            _shift(rows, _of_each(first_files, counts), _of_each(first_bytes, counts))
         if winners:
             self._drop_losers(records, names, rows, starts.tolist(), winners)
 
@@ -302,10 +302,21 @@ def _shift(table: Column, files: Any, nbytes: Any) -> None:
         files, nbytes: those of earlier records, for all rows or each.
     """
     file = table["file"]
+    if not len(file) or file.min() >= 0:
+        file += files
+        return
     is_inline = file == INLINE
     if is_inline.any():
         table["offset"] += np.where(is_inline, nbytes, 0).astype(np.uint64)
     file += np.where(file >= 0, files, 0).astype(file.dtype)
+
+
+def _of_each(values: Sequence[int], counts: Sequence[int]) -> Any:
+    """The value of each row, from those of the records that have so many; one number if all are
+    equal."""
+    if len(set(values)) == 1:
+        return values[0]
+    return np.repeat(np.array(values, np.int64), counts)
 
 
 def _find_rows(
@@ -337,10 +348,10 @@ def _find_rows(
             next_starts[name] += sum(chunk_grid.box_part(entry, box).count for box in boxes)
     if not len(chunks):
         return np.zeros(0, np.int64)
-    firsts, lengths = np.array(bounds, np.int64).reshape(-1, 2).T
+    firsts, lengths = zip(*bounds, strict=True)
     numbers = chunks["array"].astype(np.int64)
-    exists = numbers < np.repeat(lengths, counts)
-    arrays = np.where(exists, numbers + np.repeat(firsts, counts), 0)
+    exists = numbers < _of_each(lengths, counts)
+    arrays = np.where(exists, numbers + _of_each(firsts, counts), 0)
     first_rows = np.array([*starts, 0], np.int64)
     room = np.array([*stops, 0], np.int64) - first_rows
     exists &= chunks["chunk"] < room[arrays].astype(np.uint64)

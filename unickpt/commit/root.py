@@ -10,7 +10,7 @@ import math
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import compress, product
 from operator import attrgetter
@@ -97,7 +97,8 @@ class Root:
         numbers = np.array(
             [*(numbers_by_path[path] for path in paths), ELSEWHERE, builder.INLINE], np.int32
         )
-        entries = runs(index, _numbered(chunks, numbers), _renumbered(places, numbers))
+        _renumber(chunks, numbers)
+        entries = runs(index, chunks, _renumbered({**places, **chunks.blobs}, numbers))
         manifest, value_count = builder.encode(entries, files, inline, out.place)
         out.close()
         blobs = sum(len(entry.blobs) for entry in index.per_process.values())
@@ -206,13 +207,10 @@ def refuse_checkpoint(location: Location, context: ts.Context, *, overwrite: boo
         )
 
 
-def _numbered(chunks: Chunks, numbers: Column) -> Chunks:
-    """Chunks with other numbers of their files."""
-    places, additions = chunks.places.copy(), chunks.additions.copy()
-    for table in places, additions:
+def _renumber(chunks: Chunks, numbers: Column) -> None:
+    """Gives the files of chunks other numbers, in place."""
+    for table in chunks.places, chunks.additions:
         table["file"] = numbers[table["file"]]
-    blobs = _renumbered(chunks.blobs, numbers)
-    return replace(chunks, places=places, additions=additions, blobs=blobs)
 
 
 def _renumbered(places: Mapping[str, ValuePlace], numbers: Column) -> dict[str, ValuePlace]:
@@ -280,15 +278,16 @@ class _DataFiles:
         self._ahead, self._nbytes = [], 0
 
 
-def runs(index: Index, chunks: Chunks, extra: Mapping[str, ValuePlace]) -> Iterator[TreeEntries]:
+def runs(
+    index: Index, chunks: Chunks, other_places: Mapping[str, ValuePlace]
+) -> Iterator[TreeEntries]:
     """All entries of the root database of a checkpoint.
 
     Arguments:
         index: of the checkpoint.
         chunks: all of its chunks.
-        extra: of the values that are neither chunks nor per-process values, by key.
+        other_places: of all other values, by key.
     """
-    other_places = {**extra, **chunks.blobs}
     keys, rows, grids = [key.encode() for key in other_places], list[int](), list[_ChunkEntries]()
     first = 0
     for entry in index.arrays.values():
