@@ -100,8 +100,10 @@ def test_a_stopped_rank_is_named_by_all_others_until_it_goes_on(
     said = [output(rank) for number, rank in enumerate(ranks) if number != slow]
     for text in said:
         lines = [line for line in text.splitlines() if " waiting " in line]
-        assert len(lines) >= 2, text
-        assert all(f"s for process {slow} (stopped)" in line for line in lines), text
+        is_named = [f"s for process {slow} (stopped)" in line for line in lines]
+        assert sum(is_named) >= 2, text
+        # On a busy machine, another one may have been late before it was stopped.
+        assert all(is_named[is_named.index(True) :]), text
         assert str(path) in lines[0]
     assert "ended" in output(stopped)
     assert unickpt.verify(path).ok
