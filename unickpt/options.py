@@ -39,6 +39,8 @@ Staging = Literal["auto", "copy", "reference", "lazy", "device"]
 STAGINGS = get_args(Staging)
 REFERENCES: tuple[doors.Group, str] = ("references", "incremental")
 """The plug-in that decides which chunks a save references."""
+# In the index, notes have these names that are of no feature.
+_OWN_NOTES = {REFERENCES[1], "compress", "timing"}
 
 
 # Each belongs to a plug-in: an entry point of this name in the group `unickpt.features` is called
@@ -201,6 +203,9 @@ class SaveOptions(CommonOptions):
         if self.base is not None or self.changed is not None:
             _ = self.references  # a missing plug-in is reported here, not hours later by a save
         _ = self.encoding
+        self._check_features()
+
+    def _check_features(self) -> None:
         if self.features:
             from unickpt.features import SaveFeature
 
@@ -213,6 +218,11 @@ class SaveOptions(CommonOptions):
         for name in names:
             if names.count(name) > 1:
                 raise ValueError(f"SaveOptions has the feature {name!r} twice; give it once")
+            if name in _OWN_NOTES:
+                raise ValueError(
+                    f"the feature {name!r} would replace what unickpt notes by this name in the "
+                    "index; give it another name"
+                )
 
     @cached_property
     def all_features(self) -> tuple[SaveFeature, ...]:

@@ -59,3 +59,14 @@ def test_an_error_of_the_merge_fails_the_save_of_all(tmp_path: Path) -> None:
         assert "13 is refused" in str(error)
     with pytest.raises(unickpt.CheckpointNotFound):
         unickpt.open(tmp_path / "c")
+
+
+@pytest.mark.parametrize("name", ["incremental", "compress", "timing"])
+def test_a_feature_with_the_name_of_other_notes_is_refused(name: str) -> None:
+    @dataclass(frozen=True)
+    class Other(SaveFeature):
+        pass
+
+    Other.name = name
+    with pytest.raises(ValueError, match=f"the feature '{name}' would replace what unickpt notes"):
+        SaveOptions(features=[Other()])
