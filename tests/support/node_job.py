@@ -127,7 +127,8 @@ def run(kind: str, root: str, folders: list[str], order: dict[str, Any]) -> None
             `then`: "kill" after these are committed, "stop" without closing the run, or "close";
             `arguments`: of the Checkpointer; `options`: further ones of its saves; `fault`: what
             process 1 does when others read its files, from the load or (`early_fault`) from the
-            beginning; see `faulty_node`; `began`: a file for each process, written before it loads.
+            beginning; see `faulty_node`; `began`: a file for each process, written before it loads;
+            `racks`: the variable RACK of each process.
     """
     logging.basicConfig()  # to stderr
     side: Any = TorchSide() if kind == "torch" else JaxSide()
@@ -135,6 +136,8 @@ def run(kind: str, root: str, folders: list[str], order: dict[str, Any]) -> None
     options = unickpt.SaveOptions(**chosen)
     if side.rank == 1 and "early_fault" in order:
         faulty_node.replace_early(order["early_fault"])
+    if "racks" in order:
+        os.environ["RACK"] = order["racks"][side.rank]
     checkpointer = unickpt.Checkpointer(
         root, node_local=folders[side.rank], options=options, **order.get("arguments", {})
     )

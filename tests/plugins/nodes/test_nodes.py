@@ -250,6 +250,19 @@ def test_a_killed_job_resumes_on_other_numbers_of_nodes(cluster: Cluster) -> Non
     cluster.run(["d", "e"], load=3, then="stop")
 
 
+def test_four_nodes_resume_on_six_on_three_and_on_one(cluster: Cluster) -> None:
+    settings = {"upload_every": 99, "replicas": 1}
+    cluster.run([*"abcd"], save=2, then="kill", waits=1, arguments=settings)
+    cluster.run([*"abcdef"], load=1, then="kill", arguments=settings)
+    cluster.lose("b")
+    cluster.run([*"acd"], "jax", load=1, then="kill", arguments=settings)
+    assert cluster.in_root() == []
+    cluster.run([*"acd"], load=1, save=1)
+    cluster.lose("c")
+    cluster.lose("d")
+    cluster.run(["a"], load=2, then="stop")
+
+
 def test_jobs_of_jax_resume_in_torch(cluster: Cluster) -> None:
     cluster.run(["a", "b"], "jax", save=2, then="kill", arguments={"upload_every": 99})
     cluster.run(["b", "a", "c"], load=1, then="stop")
@@ -262,6 +275,24 @@ def test_a_lost_node_costs_no_step_that_has_a_copy(cluster: Cluster) -> None:
     cluster.run(["a", "c"], load=1, save=1, then="kill", waits=1, arguments=settings)
     cluster.lose("a")
     cluster.run(["c", "d"], load=2, then="stop", arguments=settings)
+
+
+@pytest.mark.parametrize("unit", ["RACK", None])
+def test_a_step_survives_the_loss_of_a_unit_of_several_nodes(
+    cluster: Cluster, unit: str | None
+) -> None:
+    settings = {"upload_every": 99, "replicas": 1, "unit": unit}
+    racks = ["left", "left", "right", "right"]
+    cluster.run([*"abcd"], save=2, then="kill", waits=1, arguments=settings, racks=racks)
+    cluster.lose("a")
+    cluster.lose("b")
+    if unit is None:  # the copies of one are on the other
+        with pytest.raises(AssertionError, match="latest"):
+            cluster.run([*"cd"], load=1, then="stop", arguments=settings)
+    else:
+        racks = ["right", "right", "new"]
+        cluster.run([*"cde"], load=1, then="stop", arguments=settings, racks=racks)
+    assert cluster.in_root() == []
 
 
 @pytest.mark.parametrize(
