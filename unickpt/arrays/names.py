@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import lru_cache
 
 
@@ -15,6 +15,33 @@ def matches(pattern: str, name: str) -> bool:
         (True, False)
     """
     return _matches(pattern.split("/"), name.split("/"))
+
+
+class NamePatterns:
+    """Patterns of names; those without `*` are looked up together, so that there may be many.
+
+    Arguments:
+        patterns: as for `matches`.
+    """
+
+    def __init__(self, patterns: Collection[str]) -> None:
+        self._patterns = patterns
+        self._names = frozenset(pattern for pattern in patterns if "*" not in pattern)
+        self._others = [pattern for pattern in patterns if "*" in pattern]
+
+    def match(self, name: str) -> bool:
+        """Whether a name matches one of them."""
+        return name in self._names or any(matches(pattern, name) for pattern in self._others)
+
+    def unused(self, names: Collection[str]) -> list[str]:
+        """Those that match none of some names, which are looked up: no list."""
+
+        def is_used(pattern: str) -> bool:
+            if pattern in self._names:
+                return pattern in names
+            return any(matches(pattern, name) for name in names)
+
+        return [pattern for pattern in self._patterns if not is_used(pattern)]
 
 
 def _matches(pattern: Sequence[str], components: Sequence[str]) -> bool:

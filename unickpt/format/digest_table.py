@@ -61,11 +61,15 @@ class TableBlocks:
             Mismatch: a block does not match its digest.
         """
         size = self._digests.rows
-        if isinstance(which, slice):  # of an array with many chunks: each row is copied once
-            first, last = which.start // size, -(-which.stop // size)
-            pieces = self._blocks(range(first, last)) if which.start < which.stop else []
-            table = np.concatenate([np.zeros(0, DTYPE), *pieces])
-            return table[which.start - first * size : which.stop - first * size]
+        if isinstance(which, slice):
+            if which.start >= which.stop:
+                return np.zeros(0, DTYPE)
+            numbers = range(which.start // size, -(-which.stop // size))
+            pieces = [
+                rows[max(0, which.start - number * size) : which.stop - number * size]
+                for number, rows in zip(numbers, self._blocks(numbers), strict=True)
+            ]
+            return pieces[0].copy() if len(pieces) == 1 else np.concatenate(pieces)
         table = np.empty(len(which), DTYPE)
         blocks, inverse = np.unique(which // size, return_inverse=True)
         for block_index, rows in enumerate(self._blocks(blocks.tolist())):

@@ -358,7 +358,8 @@ class _Loading(NamedTuple):
             values = (_decode(view, name, b, None, self.among) for b in view.per_process(name))
             done[name] = PerProcessValues(tuple(map(_read, values)))
         aliases = {n: original for n, original in index.aliases.items() if n not in left_out}
-        arrays = {n: e for n, e in index.arrays.items() if n not in left_out - {*aliases.values()}}
+        unread = left_out - {*aliases.values()}
+        arrays = {name: entry for name, entry in index.arrays.items() if name not in unread}
         stored.check_total(arrays.values())
         targets = {name: {name: self._new_target(entry)} for name, entry in arrays.items()}
         loaded_arrays = read(stored, view.jobs(targets))

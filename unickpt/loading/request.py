@@ -8,7 +8,7 @@ from functools import cache, cached_property
 from typing import Any, NamedTuple, Protocol
 
 from unickpt.arrays import dtypes
-from unickpt.arrays.names import matches, natural
+from unickpt.arrays.names import NamePatterns, natural
 from unickpt.errors import LoadMismatch, UnsupportedLeaf
 from unickpt.format.index import ArrayEntry
 from unickpt.format.reader_protocol import Reader
@@ -56,9 +56,17 @@ class LeafSelection:
 
     def has(self, name: str) -> bool:
         """Whether a leaf is selected."""
-        if self.only is not None and not any(matches(p, name) for p in self.only):
+        if self.only is not None and not self._only.match(name):
             return False
-        return not any(matches(p, name) for p in self.skip)
+        return not self._skip.match(name)
+
+    @cached_property
+    def _only(self) -> NamePatterns:
+        return NamePatterns(self.only or ())
+
+    @cached_property
+    def _skip(self) -> NamePatterns:
+        return NamePatterns(self.skip)
 
     def left_out(self, names: Iterable[str]) -> frozenset[str]:
         """Those of the given leaves that are not selected."""
@@ -92,11 +100,10 @@ class LeafSelection:
         """
         if self.selects_all:
             return
-        names = list(dict.fromkeys([*requested, *stored]))
-        for argument, patterns in (("only", self.only or ()), ("skip", self.skip)):
-            idle = [p for p in patterns if not any(matches(p, name) for name in names)]
-            if idle:
-                made_of = [n for n in before_rules if any(matches(p, n) for p in idle)]
+        names = dict.fromkeys([*requested, *stored])
+        for argument, patterns in (("only", self._only), ("skip", self._skip)):
+            if idle := patterns.unused(names):
+                made_of = list(filter(NamePatterns(idle).match, before_rules))
                 if made_of:
                     raise LoadMismatch(_of_the_wrong_side(where, argument, idle, made_of, names))
                 inner = [p for p in idle if any(name.startswith(f"{p}/") for name in names)]
@@ -111,7 +118,7 @@ class LeafSelection:
 
 
 def _of_the_wrong_side(
-    where: str, argument: str, idle: Sequence[str], made_of: Sequence[str], names: Sequence[str]
+    where: str, argument: str, idle: Sequence[str], made_of: Sequence[str], names: Iterable[str]
 ) -> str:
     return (
         f"{where}: {argument}={quoted(idle)} matches stored names, such as {made_of[0]!r}, which "
