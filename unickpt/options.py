@@ -37,10 +37,6 @@ Reuse = Literal["digest", "compare", "patch"]
 REUSES = get_args(Reuse)
 Staging = Literal["auto", "copy", "reference", "lazy", "device"]
 STAGINGS = get_args(Staging)
-REFERENCES: tuple[doors.Group, str] = ("references", "incremental")
-"""The plug-in that decides which chunks a save references."""
-# In the index, notes have these names that are of no feature.
-_OWN_NOTES = {REFERENCES[1], "compress", "timing"}
 
 
 # Each belongs to a plug-in: an entry point of this name in the group `unickpt.features` is called
@@ -208,21 +204,23 @@ class SaveOptions(CommonOptions):
     def _check_features(self) -> None:
         if self.features:
             from unickpt.features import SaveFeature
+            from unickpt.format.index import OWN_ENTRIES
 
             if not all(isinstance(feature, SaveFeature) for feature in self.features):
                 raise TypeError(
                     f"features={quoted(self.features)} must be a list of objects whose classes "
                     "derive from unickpt.extend.SaveFeature"
                 )
+            for feature in self.features:
+                if feature.name in OWN_ENTRIES:
+                    raise ValueError(
+                        f"the feature {feature.name!r} has the name of an entry that unickpt makes "
+                        "in the index; give it another name"
+                    )
         names = [feature.name for feature in self.all_features]
         for name in names:
             if names.count(name) > 1:
                 raise ValueError(f"SaveOptions has the feature {name!r} twice; give it once")
-            if name in _OWN_NOTES:
-                raise ValueError(
-                    f"the feature {name!r} would replace what unickpt notes by this name in the "
-                    "index; give it another name"
-                )
 
     @cached_property
     def all_features(self) -> tuple[SaveFeature, ...]:
@@ -254,7 +252,9 @@ class SaveOptions(CommonOptions):
             PluginError: there is none.
             TypeError, ValueError: `changed` is invalid.
         """
-        door = doors.need(*REFERENCES)
+        from unickpt.format.index import INCREMENTAL
+
+        door = doors.need("references", INCREMENTAL)
         policy: ReferencePolicy = door(self.reuse, self.changed, self.kept_cost)
         return policy
 

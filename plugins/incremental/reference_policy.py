@@ -106,10 +106,10 @@ class Incremental(ReferencePolicy):
 
     def merge(
         self, notes: Mapping[int, Any], statistics: Sequence[Mapping[str, float]]
-    ) -> dict[str, Any]:
-        """How checkpoints have grown with this one; nothing if process 0 wrote a full one."""
+    ) -> dict[str, Any] | None:
+        """How checkpoints have grown with this one; None if process 0 wrote a full one."""
         if 0 not in notes:
-            return {}
+            return None
         names = "stored_bytes", "kept_bytes"
         sums = [int(sum(counts.get(name, 0) for counts in statistics)) for name in names]
         return {"growth": Growth(*notes[0]).then(*sums).stored}

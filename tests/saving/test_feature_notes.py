@@ -68,5 +68,21 @@ def test_a_feature_with_the_name_of_other_notes_is_refused(name: str) -> None:
         pass
 
     Other.name = name
-    with pytest.raises(ValueError, match=f"the feature '{name}' would replace what unickpt notes"):
+    with pytest.raises(ValueError, match=f"the feature '{name}' has the name of an entry"):
         SaveOptions(features=[Other()])
+
+
+@pytest.mark.parametrize("note", [np.float32(3), {1, 2}, float("nan"), np.ones(2), b"x"])
+def test_a_note_that_json_lacks_names_the_feature(tmp_path: Path, note: Any) -> None:
+    with pytest.raises(TypeError, match=r"note\(\) of the feature 'tally' returned .* JSON"):
+        unickpt.save(tmp_path / "c", {"w": np.ones(3)}, options=SaveOptions(features=[Tally(note)]))
+
+
+def test_a_merged_note_may_be_zero(tmp_path: Path) -> None:
+    class Count(Tally):
+        def merge_notes(self, notes: Mapping[int, Any]) -> Any:
+            return 0
+
+    options = SaveOptions(features=[Count(1)], fsync=False)
+    unickpt.save(tmp_path / "c", {"w": np.ones(3)}, options=options)
+    assert unickpt.open(tmp_path / "c").index.extra["tally"] == 0

@@ -34,7 +34,11 @@ class NamePatterns:
         return name in self._names or any(matches(pattern, name) for pattern in self._others)
 
     def unused(self, names: Collection[str]) -> list[str]:
-        """Those that match none of some names, which are looked up: no list."""
+        """The patterns that match none of some names.
+
+        Arguments:
+            names: a set or the keys of a dict, since each pattern is looked up.
+        """
 
         def is_used(pattern: str) -> bool:
             if pattern in self._names:

@@ -191,7 +191,7 @@ def _merged_notes(records: Records, policies: MergePolicies) -> dict[str, Any]:
                 f"process {min(by_process)} saves with {name!r}, and process 0 does not. All must "
                 "save with the same options"
             )
-        if merged := merge(by_process, statistics):
+        if (merged := merge(by_process, statistics)) is not None:
             merged_notes[name] = merged
     return merged_notes
 

@@ -24,6 +24,9 @@ FEATURES = frozenset((REFERENCES, PATCHES, SECTIONS))
 """The features, besides codecs, that an index may name and a program must know before it reads,
 replaces or deletes the checkpoint: values in sibling checkpoints, patched chunks, and values of
 processes that are stored in sections."""
+INCREMENTAL, COMPRESS, TIMING = "incremental", "compress", "timing"
+OWN_ENTRIES = frozenset((INCREMENTAL, COMPRESS, TIMING))
+"""The entries of `extra` that unickpt makes; the others are those of features."""
 RESERVED = "unickpt"
 """The metadata key under which `Checkpointer` stores `step`, and process 0's `metrics`."""
 REPLACED = "unickpt.replaced"

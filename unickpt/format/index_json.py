@@ -23,8 +23,10 @@ from unickpt.errors import CheckpointCorrupt, UnsupportedFormat
 from unickpt.format import codec_protocol
 from unickpt.format.index import (
     CODEC_PREFIX,
+    COMPRESS,
     FEATURES,
     FORMAT,
+    INCREMENTAL,
     MAX_EXTENT,
     MAX_RANK,
     PATCHES,
@@ -112,9 +114,6 @@ class _CompressBody(msgspec.Struct):
     """The option with which all arrays were saved."""
 
     option: str
-
-
-_INCREMENTAL, _COMPRESS = "incremental", "compress"
 
 
 class _IndexBody(msgspec.Struct):
@@ -222,12 +221,12 @@ def _references_to_json(index: Index) -> dict[str, Any]:
 
 
 def _extra_to_json(index: Index) -> dict[str, Any]:
-    incremental = dict(index.extra.get(_INCREMENTAL, {}))
+    incremental = dict(index.extra.get(INCREMENTAL, {}))
     if index.reused:
         incremental["reused"] = index.reused
     bodies = {
-        _INCREMENTAL: incremental,
-        _COMPRESS: {} if index.compression is None else {"option": index.compression},
+        INCREMENTAL: incremental,
+        COMPRESS: {} if index.compression is None else {"option": index.compression},
     }
     return {**index.extra, **{feature: body for feature, body in bodies.items() if body}}
 
@@ -246,10 +245,10 @@ def with_references(data: bytes, index: Index) -> bytes:
     replaced_keys = {"bases", "borrowed", "extra", "features", "xxh3", *changed_facts}
     features = set(tree_json.parsed(stored["features"])) - {REFERENCES}
     extra = tree_json.parsed(stored["extra"]) if "extra" in stored else {}
-    incremental = extra.pop(_INCREMENTAL, {})
+    incremental = extra.pop(INCREMENTAL, {})
     incremental.pop("reused", None)
     incremental |= {"reused": index.reused} if index.reused else {}
-    extra |= {_INCREMENTAL: incremental} if incremental else {}
+    extra |= {INCREMENTAL: incremental} if incremental else {}
     features |= {REFERENCES} if index.bases else set()
     members = {key: raw for key, raw in stored.items() if key not in replaced_keys}
     notes = {name: entry.extra for name, entry in index.arrays.items() if entry.codec is not None}
@@ -305,7 +304,7 @@ def _array_extra(entry: ArrayEntry) -> dict[str, Any] | UnsetType:
         return UNSET  # most of 100,000 arrays
     extra: dict[str, Any] = {}
     if entry.encoding == ():
-        extra[_COMPRESS] = _TriedBody(False)
+        extra[COMPRESS] = _TriedBody(False)
     if entry.composed:
         extra[PATCHES] = _PatchesBody(entry.composed, entry.additions)
     return {**extra, **entry.extra}
@@ -477,14 +476,14 @@ def _extra(stored: Mapping[str, Any]) -> dict[str, Any]:
     """The members that programs ignore if they do not know them."""
     extra = dict(stored)
     arguments: dict[str, Any] = {"extra": extra}
-    if _INCREMENTAL in extra:
-        stored = extra.pop(_INCREMENTAL)
-        arguments["reused"] = tree_json.typed(stored, _ReusedBody, _INCREMENTAL).reused
+    if INCREMENTAL in extra:
+        stored = extra.pop(INCREMENTAL)
+        arguments["reused"] = tree_json.typed(stored, _ReusedBody, INCREMENTAL).reused
         if more := {name: value for name, value in stored.items() if name != "reused"}:
-            extra[_INCREMENTAL] = more
-    if _COMPRESS in extra:
+            extra[INCREMENTAL] = more
+    if COMPRESS in extra:
         arguments["compression"] = tree_json.typed(
-            extra.pop(_COMPRESS), _CompressBody, _COMPRESS
+            extra.pop(COMPRESS), _CompressBody, COMPRESS
         ).option
     return arguments
 

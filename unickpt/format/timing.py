@@ -17,11 +17,9 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from unickpt.format.index import extra_key
+from unickpt.format.index import TIMING, extra_key
 
-FEATURE = "timing"
-"""The name of a timing in an index."""
-TIMING_KEY = extra_key(FEATURE)
+TIMING_KEY = extra_key(TIMING)
 PHASES = ("describe", "plan", "stage", "queue", "write")
 """The phases of one process, until it has published its record."""
 _SIZES = ("written", "stored", "reused", "staged", "chunks")
@@ -239,7 +237,7 @@ class Arrivals:
         clock: seconds; for tests.
     """
 
-    extra: Mapping[str, Any] = {FEATURE: {}}
+    extra: Mapping[str, Any] = {TIMING: {}}
     """The entry of an index for a timing."""
 
     def __init__(self, count: int, clock: Callable[[], float] = time.monotonic) -> None:

@@ -125,7 +125,7 @@ class ReferencePolicy(Protocol):
         """
 
     def merge(self, notes: Mapping[int, Any], statistics: Sequence[Mapping[str, float]]) -> Any:
-        """The policy's entry in the index, below its name. Pure.
+        """The policy's entry in the index, below its name; None for none. Pure.
 
         Arguments:
             notes: `ReferenceSource.note` by process, if there is one.

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from unickpt import doors
 from unickpt.commit.merge import MergePolicies, Merging
-from unickpt.format.index import ArrayEntry
+from unickpt.format.index import INCREMENTAL, ArrayEntry
 from unickpt.frameworks.process_group import Group
-from unickpt.options import REFERENCES, SaveOptions
+from unickpt.options import SaveOptions
+from unickpt.quoting import quoted
 
 if TYPE_CHECKING:
-    from unickpt.features import FileObserver, PhaseObserver
+    from unickpt.features import FileObserver, PhaseObserver, SaveFeature
     from unickpt.format.encoder_protocol import SaveEncoder
     from unickpt.references.policy import ReferenceSource, WritingSave
     from unickpt.storage.locations import Location
@@ -94,7 +95,10 @@ class SaveFeatures:
             notes[self._options.references.name] = base.note
         if self.encoding is not None and self.encoder is not None:
             notes[self.encoding.name] = self.encoder.note([*arrays.values()])
-        return notes | {f.name: note for f in self.all if (note := f.note()) is not None}
+        for feature in self.all:
+            if (note := feature.note()) is not None:
+                notes[feature.name] = _json(feature, "note()", note)
+        return notes
 
     def check(self, arrays: Iterable[str]) -> None:
         """Checks before the commit that the features fit all arrays. As `SaveFeature.check`."""
@@ -110,8 +114,21 @@ class SaveFeatures:
         """The function that merges the notes of a name in records."""
         for feature in self.all:
             if feature.name == name:
-                return lambda notes, statistics: feature.merge_notes(notes)
-        if doors.find(*REFERENCES) is None:
-            return None
-        policy = self._options.references
-        return policy.merge if policy.name == name else None
+                return lambda notes, _: _json(feature, "merge_notes()", feature.merge_notes(notes))
+        return self._options.references.merge if name == INCREMENTAL else None
+
+
+def _json(feature: SaveFeature, call: str, value: Any) -> Any:
+    """What a call of a feature returned.
+
+    Raises:
+        TypeError: it is no data of JSON.
+    """
+    try:
+        json.dumps(value, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise TypeError(
+            f"{call} of the feature {feature.name!r} returned {quoted(value)}, which is no data of "
+            f"JSON: {error}. Return numbers, texts, lists and dicts of them"
+        ) from error
+    return value

@@ -151,7 +151,7 @@ class _SameSource(SaveFeature):
     """
 
     stored: Reader
-    name = "source"
+    name = "unickpt.source"
 
     def note(self) -> tuple[str, str]:
         return self.stored.identity, self.stored.label

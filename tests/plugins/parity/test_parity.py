@@ -277,8 +277,9 @@ def test_asynchronous_saves_have_parity(path: Path) -> None:
     assert is_equal(path)
 
 
+@pytest.mark.parametrize("parity", [(3, 1), (3, 2)])
 def test_data_and_lists_are_flushed_and_sums_are_not_waited_for(
-    path: Path, monkeypatch: pytest.MonkeyPatch
+    path: Path, parity: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     flushed, fsync = set[str](), os.fsync
 
@@ -287,8 +288,9 @@ def test_data_and_lists_are_flushed_and_sums_are_not_waited_for(
         fsync(handle)
 
     monkeypatch.setattr(os, "fsync", noted)
-    save(path, (3, 1), fsync=True)
+    save(path, parity, fsync=True)
     added = files_of(path, "p")
+    assert len({file.parent for file in added}) > 1
     assert {file.name for file in added if str(file) in flushed} == {"groups"}
     assert {str(file.parent) for file in added} <= flushed
     assert {str(file) for file in files_of(path, "d")} <= flushed
