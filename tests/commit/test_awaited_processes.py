@@ -11,22 +11,28 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from support import s3_server
 from support.processes import Processes
-from support.saving import files, numbers, save_in_job
+from support.saving import files, numbers, save_in_job, sound
 from typer.testing import CliRunner
 
 import unickpt
+from unickpt.arrays.box import Box
 from unickpt.cli.app import app
 from unickpt.commit import awaited_processes, liveness, progress_reports
 from unickpt.commit.attempt import Attempt
 from unickpt.commit.awaited_processes import Late, Waits
 from unickpt.commit.progress_reports import Report
+from unickpt.frameworks.adapter_protocol import Fragment, Memory
 from unickpt.saving import task, writer
+from unickpt.saving.task import SaveTask
 from unickpt.storage import paths
 from unickpt.storage.tensorstore_calls import KvStore
 from unickpt.threads import Ticker
@@ -123,6 +129,15 @@ def _seen(run: Path, slow: int) -> dict[str, Any] | None:
             if sorted(others) == [p for p in range(3) if p != slow]:
                 return dict(found)
     return None
+
+
+@pytest.mark.integration
+def test_a_rank_whose_threads_get_no_turn_is_named(processes: Processes, tmp_path: Path) -> None:
+    source = RANK.replace("time.sleep(0.5)", "time.sleep(0.5); ctypes.PyDLL(None).sleep(6)")
+    ranks = processes.torch(3, f"import ctypes{source}", tmp_path / "c", 2, 1.0, 60)
+    texts = [output(rank) for rank in ranks]
+    assert "s for process 2 (holding Python's lock)" in texts[0]
+    assert "(stopped)" not in texts[0]
 
 
 def test_a_rank_that_never_comes_is_named_in_the_error_and_the_log(
@@ -373,6 +388,31 @@ def slowly(real: Callable[..., Any], seconds: float) -> Callable[..., Any]:
 
 
 @pytest.mark.usefixtures("quick")
+def test_a_copy_from_a_device_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def put_on_device(self: SaveTask, tree: Any, metadata: Any) -> None:
+        def slow(part: Fragment, box: Box, make_buffer: Any) -> Any:
+            if self.group.index == 1:
+                until(lambda: "s for process 1 (copying from its device)" in caplog.text)
+            return np.array(part.read(box, make_buffer))
+
+        real(self, tree, metadata)
+        for source in self.description.sources.values():
+            source.fragments = tuple(
+                replace(part, read=partial(slow, part), memory=Memory(False, on_device=True))
+                for part in source.fragments
+            )
+
+    real = SaveTask.describe
+    monkeypatch.setattr(SaveTask, "describe", put_on_device)
+    monkeypatch.setattr(awaited_processes, "_FIRST_S", 0.3)
+    results = save_in_job(tmp_path / "c", 2, lambda index: numbers(1))
+    assert not any(isinstance(result, Exception) for result in results), results
+    assert sound(tmp_path / "c", 1)
+
+
+@pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize("fails", [False, True])
 def test_nothing_is_left_of_what_was_said(
     fails: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -407,8 +447,20 @@ def test_few_requests_are_made_however_many_processes_there_are() -> None:
 
 @pytest.mark.plugins
 @pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize(
+    ("of", "method", "words"),
+    [
+        (writer.ChunkWriter, "write_all", "writing"),
+        (writer._Batch, "write", "sending to the storage"),
+    ],
+)
 def test_on_object_storage(
-    moto: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    of: type,
+    method: str,
+    words: str,
+    moto: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     from unickpt.plugins.watch.watching import Watch
 
@@ -418,14 +470,14 @@ def test_on_object_storage(
     run = f"s3://{bucket}/run"
     told, stop = threading.Event(), threading.Event()
 
-    def slow(self: writer.ChunkWriter, items: Any) -> Any:
-        if self._attempt.group.index == 1:
+    def slow(self: Any, *items: Any) -> Any:
+        if getattr(self, "_writer", self)._attempt.group.index == 1:
             told.set()
             assert stop.wait(60)
-        return real(self, items)
+        return real(self, *items)
 
-    real = writer.ChunkWriter.write_all
-    monkeypatch.setattr(writer.ChunkWriter, "write_all", slow)
+    real = getattr(of, method)
+    monkeypatch.setattr(of, method, slow)
     monkeypatch.setattr(awaited_processes, "_FIRST_S", 0.5)
     job = f"{run}/step_3", 2, lambda index: numbers(1)
     saving = threading.Thread(target=save_in_job, args=job, kwargs={"timeout_s": 60})
@@ -437,11 +489,11 @@ def test_on_object_storage(
             lambda: [
                 save
                 for save in watch.look().under_way
-                if save.seconds > 0.5 and 1 in save.phases.get("writing", ())
+                if save.seconds > 0.5 and 1 in save.phases.get(words, ())
             ]
         )
         assert (found[0].name, found[0].processes) == ("step_3", 2)
-        until(lambda: "s for process 1 (writing)" in caplog.text)
+        until(lambda: f"s for process 1 ({words})" in caplog.text)
     finally:
         stop.set()
         saving.join()

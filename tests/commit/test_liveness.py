@@ -508,7 +508,7 @@ def test_each_process_has_two_neighbours_and_every_survivor_of_a_job_watches_a_d
         for process in range(count):
             group = ProcessGroup(process, count, "s")
             attempt = Attempt(paths.resolve(tmp_path), group, "a", paths.context(), 60)
-            alive = liveness.Liveness(attempt, lambda: (0.0, 0))
+            alive = liveness.Liveness(attempt, lambda: (0.0, 0, ""))
             watched[process] = {neighbour._number for neighbour in alive._neighbours}
         assert all(process not in watched[process] for process in watched)
         for dead in range(1, (1 << count) - 1):
@@ -523,7 +523,7 @@ def test_reports_say_what_neighbours_do(
     attempt = attempt_of(tmp_path, 1)
     sign(attempt, 2, 0, own_identity())
     monkeypatch.setattr(liveness, "state_of", lambda identity, threads=False: state)
-    alive = liveness.Liveness(attempt, lambda: (1.0, 5))
+    alive = liveness.Liveness(attempt, lambda: (1.0, 5, ""))
     alive.tick()
     alive._signed = None
     alive.tick()

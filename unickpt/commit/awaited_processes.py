@@ -18,13 +18,20 @@ from functools import cached_property
 import msgspec
 
 from unickpt import quoting
-from unickpt.commit import progress_reports
+from unickpt.commit import liveness, progress_reports
 from unickpt.commit.attempt import Attempt
 from unickpt.commit.messages import OK, parse_note
-from unickpt.commit.progress_reports import COMMIT, NOT_BEGUN, WORDS, WRITE, Report
+from unickpt.commit.progress_reports import (
+    ACTIVITIES,
+    COMMIT,
+    NOT_BEGUN,
+    WORDS,
+    WRITE,
+    Report,
+)
 from unickpt.errors import SaveTimeout
 from unickpt.frameworks.members import legend
-from unickpt.frameworks.os_process_states import CAUSES, STOPPED, state_of
+from unickpt.frameworks.os_process_states import CAUSES, LOCKED, RUNS, STOPPED, state_of
 from unickpt.frameworks.process_group import members_of
 from unickpt.storage.tensorstore_calls import KvStore
 
@@ -90,6 +97,8 @@ class Waits:
         """What some of the missing processes have reported, as of the last look."""
         self.stopped = Counter[int]()
         """At how many looks in sequence each of these was stopped."""
+        self._signs: dict[int, tuple[Report, float]] = {}
+        """The last report of each process, and when it was first seen."""
 
     @cached_property
     def _records(self) -> KvStore:  # most saves need none
@@ -213,7 +222,19 @@ class Waits:
         witnesses = progress_reports.read(self._records, sorted(beside))
         reported = progress_reports.seen(witnesses)
         states |= {process: reported.get(process) for process in unseen}
+        states |= {p: LOCKED for p in self._silent(reports) if states.get(p) == RUNS}
         return {process: state for process, state in states.items() if state in CAUSES}
+
+    def _silent(self, reports: Mapping[int, Report]) -> list[int]:
+        """The processes that have missed a report, although they need no network to write one."""
+        now, location, before = time.monotonic(), self._attempt.location, self._signs
+        self._signs = {
+            p: before[p] if p in before and before[p][0] == report else (report, now)
+            for p, report in reports.items()
+        }
+        most_s = 2 * liveness.sign_s(self._group.count, location.is_remote)
+        is_known = location.is_local
+        return [p for p, (_, since) in self._signs.items() if is_known and now - since > most_s]
 
     def _coordinator(self) -> Late:
         """The activity of the coordinator; if it waits, also for which processes."""
@@ -260,5 +281,6 @@ def _late(data: bytes) -> tuple[Late, float] | None:
     if note is None or not 0 < len(note.phases) <= note.count:
         return None
     late = Late(note.count, dict(note.phases))
-    is_known = {NOT_BEGUN, *WORDS.values(), *CAUSES}.issuperset(late.phases.values())
+    words = {NOT_BEGUN, *WORDS.values(), *ACTIVITIES.values(), *CAUSES}
+    is_known = words.issuperset(late.phases.values())
     return (late, note.again_s) if is_known else None

@@ -57,7 +57,7 @@ class Liveness:
         self._reporter = Reporter(attempt, progress)
         count, is_remote = attempt.group.count, attempt.location.is_remote
         self.pauses = pauses(count, is_remote)
-        self._sign_s = max(SIGN_S[is_remote], count / PER_S)
+        self._sign_s = sign_s(count, is_remote)
         self._signs_phases = not is_remote
         self._signed: tuple[float, str] | None = None
         self._signs = 0
@@ -104,9 +104,14 @@ def pauses(count: int, is_remote: bool) -> tuple[float, float]:
     return first_s, max(first_s, LOOK_S)
 
 
+def sign_s(count: int, is_remote: bool) -> float:
+    """Seconds between signs of each of some processes."""
+    return max(SIGN_S[is_remote], count / PER_S)
+
+
 def silent_s(count: int, is_remote: bool) -> float:
     """Seconds without a sign after which a process on another machine counts as dead."""
-    return max(SILENT_S, _SILENT_SIGNS * max(SIGN_S[is_remote], count / PER_S))
+    return max(SILENT_S, _SILENT_SIGNS * sign_s(count, is_remote))
 
 
 class Neighbour:

@@ -23,11 +23,15 @@ _BYTES = 512
 WRITE, WAIT, COMMIT = "write", "wait", "commit"
 WORDS = {WRITE: "writing", WAIT: "waiting", COMMIT: "committing"}
 """The phases that a process reports, and what it does in each."""
+COPY, SEND = "copy", "send"
+ACTIVITIES = {"": "", COPY: "copying from its device", SEND: "sending to the storage"}
+"""What a process that writes may wait for, and how it is called."""
 CAUSES = os_process_states.CAUSES
 """The states in which a process makes no progress."""
 NOT_BEGUN, DONE = "not begun", "done"
 _State = Annotated[str, msgspec.Meta(pattern=rf"\A({RUNS}|{STOPPED}|{DISK})\Z")]
 _Phase = Annotated[str, msgspec.Meta(pattern=rf"\A({'|'.join(WORDS)})\Z")]
+_Activity = Annotated[str, msgspec.Meta(pattern=rf"\A({'|'.join(ACTIVITIES)})\Z")]
 _Seconds = Annotated[float, msgspec.Meta(ge=0, lt=1e9)]
 _Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 
@@ -46,6 +50,7 @@ class Report:
         identity: of the process; None if it saves alone.
         neighbours: the states of its neighbours, as far as it sees them (`os_process_states`).
         description: xxh3-64 of its encoded description; 0 if it saves alone.
+        activity: one of `ACTIVITIES`.
     """
 
     phase: _Phase
@@ -57,11 +62,12 @@ class Report:
     identity: Identity | None = None
     neighbours: Annotated[tuple[tuple[_Count, _State], ...], msgspec.Meta(max_length=2)] = ()
     description: Annotated[int, msgspec.Meta(ge=0)] = 0
+    activity: _Activity = ""
 
     @property
     def words(self) -> str:
         """The activity of the process."""
-        return WORDS[self.phase]
+        return ACTIVITIES[self.activity] or WORDS[self.phase]
 
     def encode(self) -> bytes:
         return padded(msgspec.json.encode(self), _BYTES)

@@ -11,8 +11,9 @@ from unickpt.frameworks.os_process_states import own_identity
 from unickpt.storage import paths
 from unickpt.storage.tensorstore_calls import KvStore
 
-Progress = Callable[[], tuple[float, int]]
-"""Returns the seconds since the save was requested, and the bytes that are done."""
+Progress = Callable[[], tuple[float, int, str]]
+"""Returns the seconds since the save was requested, the bytes that are done, and what the process
+does while it writes (`progress_reports.ACTIVITIES`)."""
 
 
 class Reporter:
@@ -37,9 +38,10 @@ class Reporter:
         """
         attempt = self._attempt
         attempt.has_reports = True
-        seconds, done_bytes = self._progress()
+        seconds, done_bytes, activity = self._progress()
+        phase = phase_of(attempt)
         report = Report(
-            phase_of(attempt),
+            phase,
             seconds,
             done_bytes,
             attempt.planned_bytes,
@@ -48,6 +50,7 @@ class Reporter:
             None if attempt.is_alone else own_identity(),
             tuple(neighbours),
             attempt.description,
+            activity if phase == progress_reports.WRITE else "",
         )
         progress_reports.write(reports_of(attempt), attempt.group.index, report)
 

@@ -15,7 +15,9 @@ from typing import Annotated, NamedTuple
 import msgspec
 
 RUNS, STOPPED, DISK, DEAD = "running", "stopped", "waiting for a disk", "dead"
-CAUSES = STOPPED, DISK
+LOCKED = "holding Python's lock"
+"""It runs, but none of its other threads gets a turn: no state of the system's."""
+CAUSES = STOPPED, DISK, LOCKED
 """The states that explain why a process makes no progress."""
 _LETTERS = {"T": STOPPED, "t": STOPPED, "D": DISK}
 _MOST_THREADS = 128

@@ -406,8 +406,8 @@ class SaveTask:
     def _begin_reports(self, writer: ChunkWriter, reports: ExitStack) -> None:
         """Reports the progress of this process until the stack is closed."""
 
-        def progress() -> tuple[float, int]:
-            return self.timings.elapsed, writer.done_bytes
+        def progress() -> tuple[float, int, str]:
+            return self.timings.elapsed, writer.done_bytes, _activity(writer, self.description)
 
         if self.group.count == 1:
             ticker = Ticker("unickpt report", FIRST_AFTER_S, EVERY_S)
@@ -421,7 +421,7 @@ class SaveTask:
             ticker.start(liveness.tick)
         reports.callback(ticker.close)
 
-    def _report_progress(self, progress: Callable[[], tuple[float, int]], number: int) -> None:
+    def _report_progress(self, progress: Callable[[], tuple[float, int, str]], number: int) -> None:
         from unickpt.commit.progress_writer import Reporter  # a short save reports nothing
 
         Reporter(self._attempt, progress).report(number)
@@ -593,6 +593,16 @@ def send_failure(options: SaveOptions, url: str, group: Group, error: BaseExcept
 
     place = group.index, group.count
     send_event(options.metrics, RunEvent("save failed", url, None, *place, error_text(error)))
+
+
+def _activity(writer: ChunkWriter, description: Description) -> str:
+    """What a writer does now."""
+    from unickpt.commit.progress_reports import COPY, SEND  # a short save reports nothing
+
+    if (item := writer.fetching) is not None:
+        fragments = description.sources[item.entry.name].fragments
+        return COPY if any(fragment.memory.on_device for fragment in fragments) else ""
+    return SEND if writer.is_sending and not writer.is_local else ""
 
 
 def _write_more(

@@ -94,6 +94,10 @@ class ChunkWriter:
         self.observers = observers
         self._buffers = sum(observer.buffers for observer in observers)
         self._file_threads = self._files_at_once()
+        self.fetching: WriteItem | None = None
+        """The chunk for which it waits."""
+        self.is_sending = False
+        """Whether it waits for the storage."""
         self.is_stopped = False
         """Whether something has failed, so that no further chunk needs to be written."""
         self.nbytes, self.stored_bytes, self.count, self.extended = 0, 0, 0, 0
@@ -217,7 +221,9 @@ class ChunkWriter:
             self._flushes = None
             chunks = [self._fetch(item) for item in batches[0]]
             work = _Batch(self, done, rows, batches[0], chunks, values, base)
+            self.is_sending = True
             work.write()
+            self.is_sending = False
             self._count(work)
             meanwhile()
             return done
@@ -248,7 +254,9 @@ class ChunkWriter:
         return done
 
     def _fetch(self, item: WriteItem) -> StagedChunk:
+        self.fetching = item
         chunk = self._source.fetch(item)
+        self.fetching = None
         if self._encoder is not None and self._encoder.is_undecided(item.entry):
             self._encoder.look(item.array, item.entry, chunk.data)
         return chunk
@@ -319,9 +327,11 @@ class ChunkWriter:
 
     def _end(self, done: Future[None], batch: _Batch | None = None) -> None:
         """Waits until a batch is written, or a file flushed."""
+        self.is_sending = True
         while self._progress is not None and not wait([done], _TELL_EVERY_S).done:
             self.tell()  # a slow disk, or a large chunk, takes longer
         done.result()
+        self.is_sending = False
         if batch is not None:
             self._count(batch)
         self.tell()
