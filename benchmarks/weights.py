@@ -33,6 +33,7 @@ from unickpt import SaveOptions
 from unickpt.plugins.weights import Follower, Publisher
 
 ROW = 1024
+SWAPS: dict[str | None, Any] = {None: False, "True": True, "pages": "pages"}
 
 
 def weights(nbytes: int) -> dict[str, Any]:
@@ -92,7 +93,7 @@ def follow(arguments: argparse.Namespace) -> dict[str, float]:
     keep_last = None if arguments.keep >= arguments.versions else arguments.keep
     with (
         Publisher(root, keep_last=keep_last, options=options) as publisher,
-        Follower(root, live, swap=arguments.swap) as follower,
+        Follower(root, live, swap=SWAPS[arguments.swap]) as follower,
     ):
         for version in range(arguments.versions):
             report = publisher.publish(version, state).result()
@@ -168,7 +169,7 @@ def main() -> None:
     parser.add_argument("--share", type=float, default=0.01)
     parser.add_argument("--kept-cost", type=float, default=0.03)
     parser.add_argument("--chunk-kib", type=int)
-    parser.add_argument("--swap", action="store_true", help="Follower(swap=True)")
+    parser.add_argument("--swap", choices=["True", "pages"], help="Follower(swap=)")
     parser.add_argument("--no-blocked", action="store_true")
     parser.add_argument("--folder", help="on the disk to measure")
     parser.add_argument("--json", type=Path)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from vllm.distributed.parallel_state import get_world_group
 from vllm.distributed.weight_transfer.base import (
@@ -34,12 +34,15 @@ class FollowerInitInfo(WeightTransferInitInfo):
         rules: from published names to Hugging Face's: a preset's name, a file, or text; by default
             the publisher's.
         keep_copies, lease_s: as for `Follower`.
+        swap: as for `Follower`; False needs less memory during an update, and pauses the engine
+            longer.
     """
 
     root: str
     rules: str | None = None
     keep_copies: bool = False
     lease_s: float = 60.0
+    swap: bool | Literal["pages"] = "pages"
 
 
 @dataclass
@@ -77,6 +80,7 @@ class UnickptTransferEngine(WeightTransferEngine):
             rank=self.parallel_config.rank,
             keep_copies=init_info.keep_copies,
             lease_s=init_info.lease_s,
+            swap=init_info.swap,
         )
 
     def start_weight_update(self) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import Any, Literal, NamedTuple, Self
 
 from unickpt import Checkpoint, CheckpointNotFound, LoadMismatch, Rules, UnickptError
 from unickpt.errors import CheckpointReplaced, UnsupportedFormat
@@ -92,8 +92,11 @@ class Follower:
         rank: of this process in the engine, shown in its lease.
         keep_copies: keep stored chunks in host memory of which `like` has only a part, as with
             tensor parallelism; without it, they are read whole when they change.
-        swap: give torch tensors new memory in the flip, instead of copying changes there. This
-            needs memory for a second copy, and an engine that does not keep their addresses.
+        swap: shortens the flip, with memory for a second copy of the arrays that change: "pages"
+            exchanges the pages of host memory on Linux, so addresses stay, but nothing may use the
+            weights in the flip, and no device or process may share their memory; True gives torch
+            tensors other memory, for an engine that does not keep their addresses. By default,
+            and where it is impossible, changes are copied.
         lease_s: a publisher removes versions that this follower reads only if it has not been heard
             of for so long.
 
@@ -119,14 +122,16 @@ class Follower:
         rules: Rules | None = None,
         rank: int | None = None,
         keep_copies: bool = False,
-        swap: bool = False,
+        swap: bool | Literal["pages"] = False,
         lease_s: float = 60.0,
     ) -> None:
         if lease_s <= 0:
             raise ValueError(f"lease_s={lease_s!r} must be more than 0")
+        if not (isinstance(swap, bool) or swap == "pages"):
+            raise ValueError(f"swap={swap!r} must be True, False or 'pages'")
         self._steps = StepFolder(root)
         self._tree, self._module = plain_state(like), like
-        self._rules, self._keep_copies, self._swaps = rules, keep_copies, swap
+        self._rules, self._keep_copies, self._swap = rules, keep_copies, swap
         self._lease = FollowerLease(resolve_path(root), lease_s, rank)
         self._lock, self._is_busy = threading.RLock(), False
         self._version: int | None = None
@@ -367,7 +372,7 @@ class Follower:
         replaced = {
             n for n, leaf in _leaves(self._tree).items() if not leaf.is_at(self._leaves.get(n))
         }
-        tree, spared = with_spares(self._tree) if self._swaps else (self._tree, {})
+        tree, spared = with_spares(self._tree) if self._swap is True else (self._tree, {})
         view, request = self._plan(checkpoint, tree)
         nbytes = sum(entry.nbytes for entry in checkpoint.index.arrays.values())
         stager = Stager(
@@ -379,6 +384,7 @@ class Follower:
             most_undo=nbytes // _UNDO_SHARE,
             threads=_threads(),
             spared=spared,
+            pages=self._swap == "pages",
         )
         return stager.stage(), request, view
 

@@ -3,6 +3,7 @@ reverted."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
@@ -70,7 +71,7 @@ def change_of(view: Array, data: Array) -> ElementsChange | None:
         view: of the memory; unchanged.
         data: of the same shape and dtype; copied.
     """
-    before, after = _in_memory_order(words_of(view), words_of(data))
+    before, after = in_memory_order(words_of(view), words_of(data))
     differ = before != after
     if before.dtype.kind == "c":  # as numbers, NaN differs and -0.0 does not
         differ = np.ones(before.shape, bool)
@@ -92,7 +93,7 @@ def change_of(view: Array, data: Array) -> ElementsChange | None:
     return ElementsChange(memory, offsets, after[index], before[index])
 
 
-def _in_memory_order(view: Array, data: Array) -> tuple[Array, Array]:
+def in_memory_order(view: Array, data: Array) -> tuple[Array, Array]:
     """A view and another array with the view's axes as they are in memory."""
     flips: Any = (..., *(slice(None, None, -1 if step < 0 else 1) for step in view.strides))
     order = sorted(range(view.ndim), key=lambda axis: -abs(view.strides[axis]))
@@ -241,21 +242,26 @@ def flip(changes: Sequence[Change], threads: int = 2) -> None:
     """Applies all changes, or none.
 
     Arguments:
-        changes: staged before.
-        threads: how many apply them.
+        changes: staged before, the largest first.
+        threads: how many apply them; each takes the next one.
     """
 
-    def apply(group: Sequence[Change]) -> None:
-        for change in group:
+    left = deque(changes)
+
+    def apply() -> None:
+        while True:
+            try:
+                change = left.popleft()
+            except IndexError:
+                return
             change.apply()
 
-    groups = [changes[first::threads] for first in range(threads)]
     pending = list[Future[None]]()
     try:
         with Pool(threads - 1) as pool:  # its end waits for all
-            for group in groups[1:]:
-                pending.append(pool.submit(apply, group))
-            apply(groups[0])
+            for _ in range(1, min(threads, len(changes))):
+                pending.append(pool.submit(apply))
+            apply()
         for ended in pending:
             ended.result()
     except BaseException:  # also an interrupt at any place

@@ -42,6 +42,7 @@ from unickpt.plugins.weights.live_arrays import (
     change_of,
     live_leaves,
 )
+from unickpt.plugins.weights.page_swap import with_pages
 
 _COMPUTED_BYTES = 64 << 20  # memory for boxes that rules compute, beyond one of them
 
@@ -118,6 +119,7 @@ class Stager:
         most_undo: bytes of earlier states to keep.
         threads: how many read.
         spared: tensors that take the memory of the request's in the flip, by name.
+        pages: whether the flip exchanges pages, where that is possible.
     """
 
     def __init__(
@@ -131,12 +133,13 @@ class Stager:
         most_undo: int,
         threads: int,
         spared: Mapping[str, Any],
+        pages: bool,
     ) -> None:
         assert isinstance(view.checkpoint, OcdbtReader), "it was checked"
         self._replaced = replaced
         self._view, self._live, self._reader = view, live, VersionReader(view.checkpoint)
         self._keep_copies, self._most_undo, self._threads = keep_copies, most_undo, threads
-        self._leaves, self._spared = live_leaves(request), spared
+        self._leaves, self._spared, self._pages = live_leaves(request), spared, pages
         self._changes: dict[str, list[ElementsChange]] = {name: [] for name in self._leaves}
         self._state = LiveState()
         self._scratch = local()
@@ -321,11 +324,15 @@ class Stager:
             self._changes[leaf.name].append(change)
 
     def _finished(self) -> StagedUpdate:
-        changes = list[Change]()
-        staged_bytes = 0
+        changes, in_place = list[Change](), list[ElementsChange]()
+        staged_bytes, memory = 0, list[Array]()
         for name, of_leaf in self._changes.items():
-            staged_bytes += sum(change.nbytes for change in of_leaf)
             leaf = self._leaves[name]
+            if leaf.in_place and name not in self._spared:
+                in_place += of_leaf
+                memory += leaf.memory if of_leaf else ()
+                continue
+            staged_bytes += sum(change.nbytes for change in of_leaf)
             of_this: list[Change] = [*of_leaf]
             if not leaf.in_place and (of_leaf or leaf.target.abstract):
                 of_this = [leaf.change(of_leaf, self._values)]
@@ -335,8 +342,12 @@ class Stager:
                 live = self._spared[name]
                 of_this = [MemoryChange(live, leaf.leaf, live.detach())]
             changes += of_this
+        self._changes.clear()
+        staged = with_pages(in_place, memory, self._threads) if self._pages else in_place
+        staged = sorted(staged, key=lambda change: -change.nbytes)  # threads take the next one each
+        staged_bytes += sum(change.nbytes for change in staged)
         return StagedUpdate(
-            changes,
+            [*staged, *changes],
             self._state,
             self._leaves,
             self._values,

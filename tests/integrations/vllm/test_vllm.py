@@ -40,7 +40,8 @@ def new_model(kind: str) -> Any:
     if kind == "moe":
         config = transformers.Qwen3MoeConfig(**SIZES, **MOE)
         return transformers.Qwen3MoeForCausalLM(config)
-    config = transformers.LlamaConfig(**SIZES, tie_word_embeddings=kind == "tied")
+    sizes = SIZES | ({"intermediate_size": 9216} if kind == "large" else {})
+    config = transformers.LlamaConfig(**sizes, tie_word_embeddings=kind == "tied")
     return transformers.LlamaForCausalLM(config)
 
 
@@ -110,14 +111,14 @@ def settings_of(tmp_path: Path, model: Any, size: int, **loader: Any) -> dict[st
     }
 
 
-@pytest.mark.parametrize(("kind", "size"), [("llama", 1), ("llama", 2), ("tied", 1)])
+@pytest.mark.parametrize(("kind", "size"), [("llama", 1), ("llama", 2), ("tied", 1), ("large", 2)])
 def test_an_engine_follows_versions_or_keeps_the_old_one(
     tmp_path: Path, kind: str, size: int
 ) -> None:
     model = new_model(kind)
     unickpt.save(tmp_path / "checkpoint", {"model": dict(model.state_dict()), "step": 7})
     root, expected = str(tmp_path / "weights"), [tokens_of(model)]
-    options = SaveOptions(chunk_bytes=1 << 12)
+    options = SaveOptions(chunk_bytes=1 << (16 if kind == "large" else 12))
     with Publisher(root, options=options) as publisher:
         for version, every in enumerate([1, 50, 50]):
             change(model, every)
