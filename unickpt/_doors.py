@@ -95,6 +95,7 @@ DOORS = {
         "parity": "unickpt.plugins.parity:Parity",
     },
     "restorers": {
-        "parity": "unickpt.plugins.parity.restoring:restorer_at",
+        "parity": "unickpt.plugins.parity.restoring:restorers_at",
+        "nodes": "unickpt.plugins.nodes.other_sources:restorers_at",
     },
 }

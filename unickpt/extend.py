@@ -120,6 +120,7 @@ from unickpt.frameworks.leaves import (
 from unickpt.frameworks.leaves import expand as expand_leaf
 from unickpt.frameworks.leaves import is_leaf as is_saved_as_leaf
 from unickpt.frameworks.members import named as process_names
+from unickpt.frameworks.per_process import blob_key
 from unickpt.frameworks.per_process import decode as decode_per_process
 from unickpt.frameworks.per_process import encode as encode_per_process
 from unickpt.frameworks.process_group import (
@@ -327,7 +328,7 @@ __all__ = [
     "StoredView", "Taken", "Task", "TensorSource", "Tier", "TierCopying", "Timing", "Unchanged",
     "Unit", "UnitSteps", "Units", "UnreadPolicy", "ValuePlaces", "Version", "View", "WHOLE_BOXES",
     "WriteFilter", "WriteItem", "Writer", "WritingSave", "absolute_path", "adapter_of", "adapters",
-    "all_gather_bytes", "apply_rules", "asking_storage", "barrier", "base_name",
+    "all_gather_bytes", "apply_rules", "asking_storage", "barrier", "base_name", "blob_key",
     "boxes_to_fill", "bytes_of_chunk", "bytes_on_disk", "changed_repr", "check_boxes", "check_rest",
     "check_same_source", "check_written", "checkpoints_below", "child_names", "children_by_key",
     "chosen_format",

@@ -34,7 +34,7 @@ from unickpt.plugins.nodes.silent_nodes import SilentNodes, place_of
 from unickpt.plugins.nodes.upload_notes import UploadNotes
 
 # After a failure, other nodes are read; TensorStore's own default tries for minutes.
-_HTTP = {"driver": "http", "http_request_retries": {"max_retries": 0}}
+HTTP = {"driver": "http", "http_request_retries": {"max_retries": 0}}
 CONTROL = ".nodes"
 """In the root: what all processes must see of steps that lie in the nodes' folders."""
 _log = logging.getLogger("unickpt")
@@ -125,7 +125,7 @@ class Nodes:
 
     def silent_to_any(self) -> set[str]:
         """The nodes that do not answer to some process; all processes call it."""
-        self.silent.among([m for m in self.members if m.node != self.node])
+        self.silent.among([m for m in self.members if m.node != self.node], again=True)
         self.gather_again()
         return {node for member in self.members for node in member.silent}
 
@@ -162,11 +162,10 @@ class Nodes:
     def is_readable(self, step: str, version: Version) -> bool:
         """Whether each data file of a step is on a node, or else in the root."""
         processes = self.uploads.processes(step, version.attempt)
-        if processes and processes <= self.holders(step, version).keys():
-            return True
-        return self._is_in_root(step, version)
+        is_on_nodes = bool(processes) and processes <= self.holders(step, version).keys()
+        return is_on_nodes or self.is_in_root(step, version)
 
-    def _is_in_root(self, step: str, version: Version) -> bool:
+    def is_in_root(self, step: str, version: Version) -> bool:
         """Whether the root has what the nodes have, or lack, of a step."""
         in_root = version_at(self.root.location.child(step))
         if in_root is None or in_root.name != version.name:
@@ -183,7 +182,7 @@ class Nodes:
         if version is not None and version.attempt:
             holders = self.holders(step, version)
             silent = self.silent.among(self._others(holders))
-            has_root = bool(silent) and self._is_in_root(step, version)
+            has_root = bool(silent) and self.is_in_root(step, version)
             for process in sorted(self.uploads.processes(step, version.attempt)):
                 below = f"{step}/processes/{version.attempt}/{process:05d}/"
                 base = self._base(below, holders.get(process, ()), silent, has_root)
@@ -216,7 +215,7 @@ class Nodes:
         if holders and (answering or not has_root):  # it may only be slow
             having = answering or holders
             chosen = having[self.group.index % len(having)]
-            return {**_HTTP, "base_url": chosen.url, "path": below}
+            return {**HTTP, "base_url": chosen.url, "path": below}
         spec = self.root.location.spec
         return {**spec, "path": spec["path"] + below}
 
@@ -224,7 +223,7 @@ class Nodes:
         """Whose files nobody has who answers; empty if there are none."""
         holders = self.holders(step, version)
         silent = self.silent.among(self._others(holders), again=True)
-        if not silent or self._is_in_root(step, version):
+        if not silent or self.is_in_root(step, version):
             return ""
         missing = [
             process
@@ -236,9 +235,15 @@ class Nodes:
         return f"{text} not answer: {next(iter(silent.values()))}" if missing else ""
 
 
+def job_of(url: str) -> tuple[Nodes | None, str]:
+    """The nodes that have a step, and its name; None for any other URL."""
+    scheme, _, path = url.partition("://")
+    key, _, step = path.strip("/").partition("/")
+    return (_jobs.get(key) if scheme == SCHEME.name else None), step
+
+
 def _spec(url: str) -> dict[str, Any]:
-    key, _, step = url.partition("://")[2].strip("/").partition("/")
-    nodes: Nodes | None = _jobs.get(key)
+    nodes, step = job_of(url)
     if nodes is None or not step:
         raise InvalidPath(f"{url!r}: the Checkpointer with node_local= that has it is closed")
     return nodes.spec(step)
@@ -248,7 +253,7 @@ class _JobStep(StepLocation):
     @property
     def parent(self) -> Location | None:
         """The root, which has the steps that this one borrows from."""
-        nodes = _jobs.get(self.url.partition("://")[2].partition("/")[0])
+        nodes, _ = job_of(self.url)
         return None if nodes is None else nodes.root.location
 
 

@@ -11,16 +11,19 @@ import logging
 import os
 import urllib.request
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from urllib.parse import quote
 
 import msgspec
 import xxhash
 
-from unickpt.extend import Version, counted, find_door, first_few, version_at
+from unickpt.errors import StorageError
+from unickpt.extend import Failed, Version, counted, find_door, first_few, version_at
 from unickpt.plugins.nodes.membership import NodeProcess
 from unickpt.plugins.nodes.peer_copies import PeerTask, fetched, paced
+from unickpt.plugins.nodes.silent_nodes import place_of
 
 if TYPE_CHECKING:
     from unickpt.plugins.nodes.job import Nodes
@@ -102,7 +105,7 @@ def sum_groups(
     return groups
 
 
-class _PartStream(msgspec.Struct):
+class PartStream(msgspec.Struct):
     """The files of a process: name, bytes, digest."""
 
     process: int
@@ -111,6 +114,11 @@ class _PartStream(msgspec.Struct):
     @property
     def nbytes(self) -> int:
         return sum(size for _, size, _ in self.files)
+
+    def span(self, name: str) -> tuple[int, int]:
+        """Where a file begins, and its bytes. Raises ValueError if it has none of this name."""
+        place = [file for file, _, _ in self.files].index(name)
+        return sum(size for _, size, _ in self.files[:place]), self.files[place][1]
 
     def pieces(self, offset: int, length: int) -> Iterator[tuple[str, int, int]]:
         """The parts of files in a window of the stream: name, offset, bytes."""
@@ -121,7 +129,7 @@ class _PartStream(msgspec.Struct):
             offset -= size
 
 
-class _SumTable(msgspec.Struct):
+class SumTable(msgspec.Struct):
     """What a sum is of.
 
     Arguments:
@@ -134,7 +142,7 @@ class _SumTable(msgspec.Struct):
     counts: tuple[int, int]
     group: str
     number: int
-    streams: list[_PartStream]
+    streams: list[PartStream]
 
 
 class NodeParity(PeerTask):
@@ -182,42 +190,39 @@ class NodeParity(PeerTask):
         streams = []
         for process, url in urls.items():
             names = msgspec.json.decode(fetched(f"{url}{process:05d}/"), type=dict[str, int])
-            streams.append(_PartStream(process, [(name, size, "") for name, size in names.items()]))
-        hashers = _Hashers()
+            streams.append(PartStream(process, [(name, size, "") for name, size in names.items()]))
+        hashers = Hashers()
         with self._nodes.folder.filled(folder) as draft:
             with open(f"{draft}/sum", "wb") as file:
                 for offset in range(0, max(s.nbytes for s in streams), _WINDOW_BYTES):
                     with paced(self._rate) as count:
                         pieces = [
-                            _window(urls[s.process], s, offset, hashers.of_part(s)) for s in streams
+                            _window(urls[s.process], s, offset, _WINDOW_BYTES, hashers[s.process])
+                            for s in streams
                         ]
                         count(sum(map(len, pieces)))
                     file.write(self._code.encode(pieces)[number])
             for stream in streams:
-                by_name = hashers.of_part(stream)
+                by_name = hashers[stream.process]
                 stream.files = [(name, n, by_name[name].hexdigest()) for name, n, _ in stream.files]
             group = os.path.basename(folder).replace(f"-{number}-", "-", 1)
-            table = _SumTable(self._code.counts, group, number, streams)
+            table = SumTable(self._code.counts, group, number, streams)
             with open(f"{draft}/table", "wb") as file:
                 file.write(msgspec.json.encode(table))
 
 
-class _Hashers(dict[Any, Any]):
+class Hashers(dict[Any, Any]):
     """Digests in progress: of files by name, and one such set for each stream."""
 
     def __missing__(self, name: Any) -> Any:
-        self[name] = made = _Hashers() if isinstance(name, int) else xxhash.xxh3_128()
+        self[name] = made = Hashers() if isinstance(name, int) else xxhash.xxh3_128()
         return made
 
-    def of_part(self, stream: _PartStream) -> _Hashers:
-        hashers: _Hashers = self[stream.process]
-        return hashers
 
-
-def _window(url: str, stream: _PartStream, offset: int, hashers: _Hashers) -> bytes:
+def _window(url: str, stream: PartStream, offset: int, nbytes: int, hashers: Hashers) -> bytes:
     """Some bytes of a stream; fewer at its end."""
     parts = []
-    for name, first, length in stream.pieces(offset, _WINDOW_BYTES):
+    for name, first, length in stream.pieces(offset, nbytes):
         file = f"{url}{stream.process:05d}/{quote(name)}"
         parts.append(_range(file, first, length))
         hashers[name].update(parts[-1])
@@ -237,79 +242,113 @@ def _range(url: str, offset: int, length: int) -> bytes:
 
 def restore(nodes: Nodes) -> None:
     """Restores files of committed steps that no node has; all processes call it, and share the
-    work. What cannot be restored is logged."""
-    steps = sorted({step for member in nodes.members for step in member.sums})
-    silent = nodes.silent_to_any()
+    work. What cannot be restored is logged.
+
+    Raises:
+        StorageError: on all processes, because nodes do not answer now, which may have an end; else
+            the step would be removed as lost.
+    """
+    names = sorted({step for member in nodes.members for step in member.sums})
+    versions = {name: version_at(nodes.location.child(name)) for name in names}
+    steps = {name: version for name, version in versions.items() if version is not None}
+    for _ in range(2):  # a node may have been cut off in the midst of it
+        silent = nodes.silent_to_any()
+        for step, version in steps.items():
+            _restore_step(nodes, step, version, silent)
+        nodes.gather_again()
+        lost = [step for step, version in steps.items() if not nodes.is_readable(step, version)]
+        if not lost:
+            return
+    if silent:
+        places = sorted({place_of(member.url) for member in nodes.members if member.node in silent})
+        raise StorageError(
+            f"{nodes.root.location}: files of {first_few(lost)} cannot be restored while "
+            f"{first_few(places)} does not answer. Start the job again when it does; to go on "
+            f"without these steps, remove them from {nodes.location}"
+        )
+
+
+def _restore_step(nodes: Nodes, step: str, version: Version, silent: set[str]) -> None:
+    """Does the share of this process."""
     able = [n for n, member in enumerate(nodes.members) if member.node not in silent]
-    for step in steps:
-        version = version_at(nodes.location.child(step))
-        if version is None:
+    holders = nodes.holders(step, version).items()
+    answering = {p for p, having in holders if any(m.node not in silent for m in having)}
+    for process in sorted(nodes.uploads.processes(step, version.attempt) - answering):
+        if not able or able[process % len(able)] != nodes.group.index:
             continue
-        holders = nodes.holders(step, version).items()
-        answering = {p for p, having in holders if any(m.node not in silent for m in having)}
-        lost = set(nodes.uploads.processes(step, version.attempt)) - answering
-        for process in sorted(lost):
-            if not able or able[process % len(able)] != nodes.group.index:
-                continue
-            try:
-                _restore_process(nodes, step, version, process, lost, silent)
-            except Exception as error:
-                _log.warning(
-                    "%s: the files of process %d are on no node that answers, and are not restored "
-                    "from parity: %s. The step is lost unless the root has it",
-                    *(step, process, error),
-                )
-            else:
-                _log.warning(
-                    "%s: the files of process %d, which no node that answers had, are restored "
-                    "from parity",
-                    *(step, process),
-                )
+        outcome = "are restored from parity"
+        try:
+            _restore_process(nodes, step, version, process, silent)
+        except Exception as error:
+            outcome = f"are not restored: {error}. The step is lost unless the root has it"
+        text = "%s: the files of process %d, which no node that answers had, %s"
+        _log.warning(text, step, process, outcome)
 
 
-class _StoredSum(NamedTuple):
+class StoredSum(NamedTuple):
     """A sum on a node: where its folder is, and its table."""
 
     url: str
-    table: _SumTable
+    table: SumTable
+
+
+class NodeFiles(NamedTuple):
+    """What nodes have of a step.
+
+    Arguments:
+        folders: by process and node, the URL of the folder in which its own is.
+        groups: the sums of each group.
+    """
+
+    folders: dict[int, dict[str, str]]
+    groups: dict[str, list[StoredSum]]
+
+    @property
+    def urls(self) -> dict[int, str]:
+        """One of the folders of each process."""
+        return {process: next(iter(urls.values())) for process, urls in self.folders.items()}
+
+    def groups_of(self, process: int) -> list[list[StoredSum]]:
+        """The groups of a process."""
+        groups = ((sums, sums[0].table.streams) for sums in self.groups.values())
+        return [sums for sums, streams in groups if process in {s.process for s in streams}]
+
+
+def list_files(step: str, version: Version, members: Iterable[NodeProcess]) -> NodeFiles:
+    """What nodes have of a step; those that do not answer have nothing."""
+    below, listed = f"{step}/processes/{version.attempt}/", NodeFiles({}, {})
+    for node, url in {member.node: f"{member.url}{below}" for member in members}.items():
+        with suppress(Failed, msgspec.MsgspecError):  # it has none of the step, or says else
+            names = msgspec.json.decode(fetched(url), type=dict[str, int])
+            for folder in sorted({name.partition("/")[0] for name in names}):
+                if folder.isdigit():
+                    listed.folders.setdefault(int(folder), {})[node] = url
+                elif f"{folder}/table" in names and not folder.endswith(".new"):
+                    table = msgspec.json.decode(fetched(f"{url}{folder}/table"), type=SumTable)
+                    group = listed.groups.setdefault(table.group, [])
+                    group.append(StoredSum(f"{url}{folder}/", table))
+    return listed
 
 
 def _restore_process(
-    nodes: Nodes, step: str, version: Version, process: int, lost: set[int], silent: set[str]
+    nodes: Nodes, step: str, version: Version, process: int, silent: set[str]
 ) -> None:
     """Restores the files of a process. Raises OSError if that is not possible."""
-    below = f"{step}/processes/{version.attempt}/"
-    groups = dict[str, list[_StoredSum]]()
-    for member in nodes.members:
-        if member.node in silent:
-            continue
-        for name in member.sums.get(step, {}).get(version.attempt, ()):
-            url = f"{member.url}{below}{name}/"
-            table = msgspec.json.decode(fetched(f"{url}table"), type=_SumTable)
-            if any(stream.process == process for stream in table.streams):
-                groups.setdefault(table.group, []).append(_StoredSum(url, table))
-    reasons = []
-    for sums in groups.values():
-        gone = [s.process for s in sums[0].table.streams if s.process in lost]
-        if len(gone) > len(sums):
-            what = counted(len(sums), "sum")
-            reasons.append(f"processes {first_few(gone)} have none on any node, and {what} is left")
-            continue
-        urls = {
-            p: f"{member.url}{below}"
-            for p, having in nodes.holders(step, version).items()
-            for member in reversed(having)  # the first of those that answer
-            if member.node not in silent
-        }
-        for other in gone:  # also one that this process has just restored
-            urls.pop(other, None)
-        with nodes.folder.filled(f"{below}{process:05d}") as draft:
-            _rebuild(draft, process, sums, urls)
-        return
+    listed = list_files(step, version, (m for m in nodes.members if m.node not in silent))
+    reasons, urls = list[str](), listed.urls
+    urls.pop(process, None)
+    for sums in listed.groups_of(process):
+        try:
+            with nodes.folder.filled(f"{step}/processes/{version.attempt}/{process:05d}") as draft:
+                _rebuild(draft, process, sums, urls)
+        except OSError as error:
+            reasons.append(str(error))
+        else:
+            return
     raise OSError("; ".join(reasons) or "no node has a sum of them")
 
 
-def _rebuild(draft: str, process: int, sums: Sequence[_StoredSum], urls: Mapping[int, str]) -> None:
+def _rebuild(draft: str, process: int, sums: Sequence[StoredSum], urls: Mapping[int, str]) -> None:
     """Restores the files of a process.
 
     Arguments:
@@ -318,21 +357,15 @@ def _rebuild(draft: str, process: int, sums: Sequence[_StoredSum], urls: Mapping
         sums: of its group.
         urls: by process, where its folder is; lost ones are missing.
     """
-    streams = sums[0].table.streams
-    code, hashers = _code(sums[0].table.counts), _Hashers()
+    streams, hashers = sums[0].table.streams, Hashers()
     place = [stream.process for stream in streams].index(process)
     nbytes = max(stream.nbytes for stream in streams)
     for name, _, _ in streams[place].files:
         os.makedirs(os.path.dirname(f"{draft}/{name}"), exist_ok=True)
         open(f"{draft}/{name}", "wb").close()
     for offset in range(0, nbytes, _WINDOW_BYTES):
-        pieces = [
-            _window(urls[s.process], s, offset, hashers.of_part(s)) if s.process in urls else None
-            for s in streams
-        ]
         length = min(_WINDOW_BYTES, nbytes - offset)
-        stored = {s.table.number: _range(f"{s.url}sum", offset, length) for s in sums}
-        data, start = code.decode(pieces, stored)[place], 0
+        data, start = lost_bytes(sums, urls, offset, length, hashers)[place], 0
         for name, _, size in streams[place].pieces(offset, _WINDOW_BYTES):
             with open(f"{draft}/{name}", "ab") as file:
                 file.write(data[start : start + size])
@@ -341,6 +374,33 @@ def _rebuild(draft: str, process: int, sums: Sequence[_StoredSum], urls: Mapping
     for name, _, digest in streams[place].files:
         if hashers[name].hexdigest() != digest:
             raise OSError(f"{name}: its sum, or another file of its group, is damaged")
+
+
+def lost_bytes(
+    sums: Sequence[StoredSum], urls: Mapping[int, str], offset: int, length: int, hashers: Hashers
+) -> dict[int, bytes]:
+    """Some bytes of the streams of a group that are in no folder, by their places in it.
+
+    Arguments:
+        sums, urls: as for `_rebuild`.
+        offset, length: which bytes.
+        hashers: get the bytes of the other streams.
+
+    Raises:
+        OSError: too many are lost; or a node does not answer.
+    """
+    pieces, gone = list[bytes | None](), list[int]()
+    for stream in sums[0].table.streams:
+        if url := urls.get(stream.process):
+            pieces.append(_window(url, stream, offset, length, hashers[stream.process]))
+        else:
+            pieces.append(None)
+            gone.append(stream.process)
+    if len(gone) > len(sums):
+        what = counted(len(sums), "sum")
+        raise OSError(f"processes {first_few(gone)} have none on any node, and {what} is left")
+    stored = {s.table.number: _range(f"{s.url}sum", offset, length) for s in sums}
+    return _code(sums[0].table.counts).decode(pieces, stored)
 
 
 def _code(counts: tuple[int, int]) -> ParityCode:

@@ -43,7 +43,6 @@ def join(root: StepFolder, path: PathLike, arguments: dict[str, Any], options: S
     try:
         if any(member.sums for member in nodes.members):
             restore(nodes)
-            nodes.gather_again()
         if nodes.filters:
             if nodes.group.index == 0:
                 recover(nodes)

@@ -95,6 +95,17 @@ class UploadNotes:
         """The name of the note that the files of a process are in the root."""
         return f"{step}.{attempt}.up-{self._job}-{process:05d}{choice and '-'}{choice}"
 
+    def note_damage(self, step: str, attempt: str, process: int, text: str) -> None:
+        """Records that a file of a process is damaged, so that the step cannot be uploaded."""
+        self._notes.write(f"{step}.{attempt}.bad-{self._job}-{process:05d}", text.encode()).result()
+
+    def damage(self, step: str, attempt: str) -> str:
+        """Why a step cannot be uploaded; empty if nothing is known against it."""
+        prefix = f"{step}.{attempt}.bad-{self._job}-"
+        names = [key.decode(errors="replace") for key in self._notes.list().result()]
+        noted = next((name for name in names if name.startswith(prefix)), None)
+        return self._notes.read(noted).result().value.decode(errors="replace") if noted else ""
+
     def note_recovered(self, step: str, attempt: str) -> None:
         """Records that all that the nodes lack of a step is in the root."""
         self._notes.write(f"{step}.{attempt}.recovered-{self._job}", b"").result()

@@ -6,13 +6,15 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from typing import Any, Literal
 
-from unickpt.errors import SaveTimeout, UnickptError
+from unickpt.errors import CheckpointCorrupt, SaveTimeout, StorageError, UnickptError
 from unickpt.extend import (
     ADDED_FOLDER,
     IN_ROOT,
+    Failed,
     MemoryWindow,
     PartialCopy,
     TierCopying,
@@ -28,6 +30,8 @@ from unickpt.extend import (
 )
 from unickpt.plugins.nodes.job import Nodes
 from unickpt.plugins.nodes.node_parity import NodeParity
+from unickpt.plugins.nodes.other_sources import other_sources
+from unickpt.plugins.nodes.part_check import PartCheck
 from unickpt.plugins.nodes.peer_copies import PeerCopies
 
 _log = logging.getLogger("unickpt")
@@ -52,6 +56,8 @@ class NodeCopying(TierCopying):
         self._done: dict[str, str | Literal[False]] = {}
         """By the attempt of a step, the choice with which it was uploaded."""
         self._counted, self._due = set[str](), set[str]()
+        self._damaged = list[tuple[str, BaseException]]()
+        """Errors of steps with damaged files, to be raised later."""
         rate = nodes.chosen.upload_bytes_per_s
         self._rate = None if rate is None else rate / _on_node(nodes)
         peers = nodes, self._local, self._rate
@@ -72,6 +78,17 @@ class NodeCopying(TierCopying):
         for protection in self._on_peers:
             protection.wait()
         super().wait()
+        while self._damaged:
+            super().keep_error(*self._damaged.pop(0))
+
+    def keep_error(self, what: str, error: BaseException) -> None:
+        """Also: a damaged step stops no training; its error is raised where the run is waited
+        for."""
+        if isinstance(error, CheckpointCorrupt):
+            _log.error("%s failed: %s", what, error)
+            self._damaged.append((what, error))
+        else:
+            super().keep_error(what, error)
 
     def wait_for_turn(self) -> None:
         """Also for the protection of the step before: no later one is committed without it."""
@@ -174,48 +191,85 @@ class NodeCopying(TierCopying):
             if members[0].node == self._nodes.node
         ]
         processes.sort(key=lambda process: (process != self._nodes.group.index, process))
+        folder, attempt = self._nodes.folder, version.attempt
         for process in processes:
-            if process in self._uploads.missing(step, version.attempt, choice):
-                part = f"{step}/processes/{version.attempt}/{process:05d}/"
-                without = self._uploads.left_out(step, version.attempt, choice, process)
-                with self._nodes.folder.claimed(part) as is_ours:
-                    if is_ours:
-                        self._send_part(part, without)
-                        self._uploads.note_upload(step, version.attempt, process, choice)
+            is_missing = process in self._uploads.missing(step, attempt, choice)
+            if not is_missing or self._uploads.damage(step, attempt):
+                continue
+            part = f"{step}/processes/{attempt}/{process:05d}/"
+            with folder.claimed(part) as is_ours:
+                if is_ours or not folder.has(part):  # it may be gone, and have a copy
+                    self._send_part(step, version, process, choice)
 
-    def _send_part(self, part: str, without: Collection[str]) -> None:
-        """Uploads the files of a process. They are not read back: S3 checks the SHA-256 of each
-        request, and a local file gets its name when it is whole.
+    def _send_part(self, step: str, version: Version, process: int, choice: str) -> None:
+        """Uploads the files of a process, and notes that. They are compared with the digests of
+        what is in them, and not read back: S3 checks the SHA-256 of each request, and a local file
+        gets its name when it is whole.
 
-        Arguments:
-            part: their folder.
-            without: files that are left out, and with them the parity of all.
+        Raises:
+            CheckpointCorrupt: one is damaged, and nothing else has it. This is noted.
         """
-        fsync, folder = self.options.fsync, self._nodes.folder
+        fsync, folder, attempt = self.options.fsync, self._nodes.folder, version.attempt
+        part = f"{step}/processes/{attempt}/{process:05d}/"
+        reader = open_own(self._nodes.location.child(step))
+        if reader is None or reader.manifest_digest != version.digest:
+            return  # it was removed, or saved again
+        check = PartCheck(reader, process, part.removeprefix(f"{step}/"))
+        # Files that are left out, and with them the parity of all.
+        without = self._uploads.left_out(step, attempt, choice, process)
         context, target = storage_context(fsync=fsync), self._root.location.child(part)
         store, made = target.store(context), {""}
         existing = {key.decode(errors="replace") for key in store.list().result()}
-        window = MemoryWindow(self.options.working_bytes, _AT_ONCE)
-        for name, nbytes in folder.files(part).items():
+        window, sizes = MemoryWindow(self.options.working_bytes, _AT_ONCE), folder.files(part)
+        for name in sorted({*sizes, *check.names}):
             made.add(os.path.dirname(name))
             is_left_out = without and (name in without or name.startswith(f"{ADDED_FOLDER}/"))
             if name in existing or is_left_out:
                 continue
             began = time.monotonic()
-            window.make_room(nbytes)
-            data = folder.read(part + name)
+            window.make_room(sizes.get(name, 0))
+            data = self._sound_file(step, version, process, name, check)
             window.add(len(data), store.write(name, data).result)
             if self._rate is not None:
                 time.sleep(max(0.0, len(data) / self._rate - (time.monotonic() - began)))
         window.drain()
         for name in sorted(made) if fsync else ():
             (target.child(name) if name else target).sync(self._root.location)
+        self._uploads.note_upload(step, attempt, process, choice)
+
+    def _sound_file(
+        self, step: str, version: Version, process: int, name: str, check: PartCheck
+    ) -> bytes:
+        """The bytes of a file, of this node or, if it is damaged, of what else has it. Raises as
+        `_send_part`."""
+        path = f"{step}/processes/{version.attempt}/{process:05d}/{name}"
+        data, damage = b"", "it is gone"
+        with suppress(Failed):
+            data = self._nodes.folder.read(path)
+            if not (damage := check.damage(name, data)):
+                return data
+        for source in other_sources(self._nodes, step, version):
+            with suppress(StorageError, OSError, LookupError, ValueError):
+                data = source.fetch(process, name)
+                if not check.damage(name, data):
+                    place = source.places[process]
+                    _log.warning("%s is damaged here (%s); %s has it", path, damage, place)
+                    return data
+        if version_at(self._nodes.location.child(step)) != version:
+            raise Failed(f"{step} was removed while it was uploaded")
+        text = (
+            f"{step} is not uploaded: process {process} has a damaged file ({damage}), and no "
+            f"other node a copy or sum of it: {self._nodes.folder.path}{path}"
+        )
+        self._uploads.note_damage(step, version.attempt, process, text)
+        raise CheckpointCorrupt(text)
 
     def _wait_for_parts(self, step: str, version: Version, choice: str) -> None:
         """Waits until all nodes have uploaded a step.
 
         Raises:
             SaveTimeout: for too long, nothing came.
+            CheckpointCorrupt: as `_missing`.
         """
         missing = self._missing(step, version, choice)
         deadline = time.monotonic() + self.options.timeout_s
@@ -231,7 +285,13 @@ class NodeCopying(TierCopying):
                 )
 
     def _missing(self, step: str, version: Version, choice: str) -> list[int]:
-        """The processes whose files a node has, and has not uploaded; only the root has others."""
+        """The processes whose files a node has, and has not uploaded; only the root has others.
+
+        Raises:
+            CheckpointCorrupt: a file of one is damaged.
+        """
+        if damage := self._uploads.damage(step, version.attempt):
+            raise CheckpointCorrupt(damage)
         holders = self._nodes.holders(step, version)
         missing = self._uploads.missing(step, version.attempt, choice)
         return [process for process in missing if process in holders]

@@ -14,14 +14,14 @@ from unickpt.plugins.parity.groups import ParityFolder, folders_of, needed_files
 _log = logging.getLogger("unickpt")
 
 
-def restorer_at(location: Location, context: ts.Context) -> ParityRestorer | None:
-    """Restores the files of a checkpoint from their parity; None if it has none.
+def restorers_at(location: Location, context: ts.Context) -> list[ParityRestorer]:
+    """Restores the files of a checkpoint from their parity; empty if it has none.
 
     Raises:
         Failed: the storage failed.
     """
     folders = folders_of(location, context)
-    return ParityRestorer(location, folders) if folders else None
+    return [ParityRestorer(location, folders)] if folders else []
 
 
 class ParityRestorer:

@@ -116,6 +116,15 @@ def check_error(side: Any, checkpointer: Any, text: str) -> None:
     side.barrier()
 
 
+def close(checkpointer: Any, *, is_refused: bool) -> None:
+    try:
+        checkpointer.close()
+    except unickpt.UnickptError as error:
+        if not is_refused:
+            raise
+        print("refused", error, flush=True)
+
+
 def run(kind: str, root: str, folders: list[str], order: dict[str, Any]) -> None:
     """What each process does.
 
@@ -128,7 +137,8 @@ def run(kind: str, root: str, folders: list[str], order: dict[str, Any]) -> None
             `arguments`: of the Checkpointer; `options`: further ones of its saves; `fault`: what
             process 1 does when others read its files, from the load or (`early_fault`) from the
             beginning; see `faulty_node`; `began`: a file for each process, written before it loads;
-            `racks`: the variable RACK of each process.
+            `racks`: the variable RACK of each process; `refused`: closing the run may raise, and
+            the error is printed.
     """
     logging.basicConfig()  # to stderr
     side: Any = TorchSide() if kind == "torch" else JaxSide()
@@ -175,6 +185,6 @@ def run(kind: str, root: str, folders: list[str], order: dict[str, Any]) -> None
         if then == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         os._exit(0)
-    checkpointer.close()
+    close(checkpointer, is_refused="refused" in order)
     print("survives", checkpointer.survives(), flush=True)
     side.barrier()

@@ -18,7 +18,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 from unittest import mock
 
 import msgspec
@@ -28,7 +28,7 @@ from unickpt.commit.version import Version
 from unickpt.errors import SaveConflict
 from unickpt.plugins.nodes import job as job_module
 from unickpt.plugins.nodes import membership, node_parity, peer_copies, tier, upload_notes, uploads
-from unickpt.plugins.nodes.node_parity import NodeParity, _PartStream, _SumTable
+from unickpt.plugins.nodes.node_parity import NodeParity, PartStream, SumTable
 from unickpt.plugins.nodes.peer_copies import PeerCopies
 from unickpt.plugins.nodes.silent_nodes import SilentNodes
 from unickpt.runs import (
@@ -46,8 +46,9 @@ from unickpt.storage.errors import Failed
 from unickpt.storage.locations import Location
 from unickpt.storage.ocdbt import MANIFEST
 
-OP_S, SWITCHES, FILES = 0.001, 0.1, 2
-"""Seconds of an operation; how often another thread gets the turn; files of a process."""
+OP_S, SWITCHES, FILES, TIMEOUT_S = 0.001, 0.1, 2, 15.0
+"""Seconds of an operation; how often another thread gets the turn; files of a process; how long a
+message waits for its answer."""
 BUCKETS = {job_module.CONTROL: "control", "uploads": "uploads"}
 """Folders that are key-value stores of their own, for speed."""
 
@@ -88,6 +89,21 @@ class Thread:
         self.worker = Worker.idle.pop() if Worker.idle else Worker()
 
 
+class Partition(NamedTuple):
+    """Messages between the nodes of two sides are dropped or delayed, both ways.
+
+    Arguments:
+        start, end: of this time.
+        side: the nodes of one side.
+        drops: or else they are delayed.
+    """
+
+    start: float
+    end: float
+    side: frozenset[str]
+    drops: bool
+
+
 class World:
     """The clock, the threads, the storage of the run and the nodes.
 
@@ -110,6 +126,7 @@ class World:
         self.nodes: dict[str, Node] = {}
         self.names = 0
         self.lease: Job | None = None
+        self.partition: Partition | None = None
         self.failures: list[str] = []
         """Promises that were broken."""
 
@@ -199,6 +216,26 @@ class World:
         if how == "fails":
             raise Failed("the network is down")
         return False
+
+    def is_cut_off(self, node: str) -> bool:
+        """Whether messages between this process and a node are dropped or delayed now."""
+        cut, own = self.partition, self.current.process.node.name
+        return (
+            cut is not None
+            and cut.start <= self.now < cut.end
+            and (own in cut.side) != (node in cut.side)
+        )
+
+    def message(self, node: str) -> None:
+        """A message to a node, and its answer."""
+        self.operate()
+        if not self.is_cut_off(node):
+            return
+        assert self.partition is not None
+        if self.partition.drops:
+            self.sleep(min(self.partition.end - self.now, TIMEOUT_S))
+            raise Failed("no answer")
+        self.sleep(2 * self.chance())
 
     def sleep(self, seconds: float) -> None:
         self.current.wake = self.now + seconds
@@ -566,16 +603,30 @@ class Server:
 
 
 def at(url: str) -> tuple[Node, str]:
+    """A node, and the path of a folder there, after a message to the node."""
     host, _, below = url.removeprefix("http://").partition("/")
-    return world().nodes[host.partition(":")[0]], below
+    name = host.partition(":")[0]
+    world().message(name)
+    return world().nodes[name], below
+
+
+def silent_among(silent: SilentNodes, members: Any, *, again: bool = False) -> dict[str, str]:
+    """In the place of `SilentNodes.among`."""
+    partition, by_url = world().partition, {member.url: member.node for member in members}
+    drops = partition is not None and partition.drops
+    urls = [url for url, node in by_url.items() if drops and world().is_cut_off(node)]
+    silent.nodes = sorted({by_url[url] for url in urls})
+    return dict.fromkeys(urls, "no answer")
 
 
 def fetched(url: Any) -> bytes:
     """In the place of `peer_copies.fetched`."""
-    world().operate()
     node, below = at(url)
     if url.endswith("/table"):
         return (node.files(below.removesuffix("/table")) or {})["table"]
+    if len(parts := below.strip("/").split("/")) == 3:
+        folders = node.tree.get(parts[0], {}).get(parts[2], {}).items()
+        return msgspec.json.encode({f"{f}/{name}": 1 for f, files in folders for name in files})
     files = node.files(below)
     if files is None:
         raise OSError("404")
@@ -584,13 +635,29 @@ def fetched(url: Any) -> bytes:
 
 def fetch_file(copies: PeerCopies, url: str, path: str) -> None:
     """In the place of `PeerCopies._fetch_file`."""
-    world().operate()
     node, below = at(url)
     source, _, name = below.rpartition("/d/")
     files = node.files(source)
     if files is None or f"d/{name}" not in files:
         raise OSError("404")
     write_to(path.rpartition("/d/")[0])[f"d/{name}"] = files[f"d/{name}"]
+
+
+def open_own(location: Folder) -> Any:
+    """In the place of `ocdbt_reader.open`."""
+    digest = Root(location).read().digest
+    return SimpleNamespace(manifest_digest=digest) if digest else None
+
+
+class PartCheck:
+    """In the place of `part_check.PartCheck`."""
+
+    def __init__(self, reader: Any, process: int, part: str) -> None:
+        self._expected = files_of(part.split("/")[1], process)
+        self.names = set(self._expected)
+
+    def damage(self, name: str, data: bytes) -> str:
+        return "" if data == self._expected[name] else "it differs"
 
 
 def write_to(draft: str) -> dict[str, bytes]:
@@ -607,13 +674,12 @@ def add_up(task: NodeParity, folder: str, urls: dict[int, str], number: int) -> 
     streams, data = [], {}
     with task._nodes.folder.filled(folder) as draft:
         for process, url in urls.items():
-            world().operate()
             node, below = at(f"{url}{process:05d}")
             files = dict(node.files(below) or {})
-            streams.append(_PartStream(process, [(name, 1, "") for name in files]))
+            streams.append(PartStream(process, [(name, 1, "") for name in files]))
             data[str(process)] = {name: value.decode() for name, value in files.items()}
         group = folder.rpartition("/")[2].replace(f"-{number}-", "-", 1)
-        table = _SumTable(task._code.counts, group, number, streams)
+        table = SumTable(task._code.counts, group, number, streams)
         write_to(draft).update(table=msgspec.json.encode(table), sum=msgspec.json.encode(data))
 
 
@@ -625,12 +691,10 @@ def rebuild(draft: str, process: int, sums: Any, urls: dict[int, str]) -> None:
         raise OSError("too many are lost")
     data: Any = None
     for stored in sums:
-        world().operate()
         node, below = at(stored.url)
         data = msgspec.json.decode((node.files(below) or {})["sum"])
     for stream in streams:
         if stream.process in urls:
-            world().operate()
             node, below = at(f"{urls[stream.process]}{stream.process:05d}")
             found = {n: d.decode() for n, d in (node.files(below) or {}).items()}
             if found != data[str(stream.process)]:
@@ -724,8 +788,10 @@ def patches() -> list[Any]:
         patch(job_module, "new_session", lambda: world().name()),
         patch(job_module, "job_group", lambda group, timeout_s: group),
         patch(job_module, "shared", lambda control, url, folder, process, run: control),
-        patch(SilentNodes, "among", lambda self, members, again=False: {}),
+        patch(SilentNodes, "among", silent_among),
         patch(uploads, "copy_files", copy_files),
+        patch(uploads, "open_own", open_own),
+        patch(uploads, "PartCheck", PartCheck),
         patch(PeerCopies, "_fetch_file", fetch_file),
         patch(NodeParity, "_add_up", add_up),
         patch(node_parity, "_rebuild", rebuild),

@@ -160,7 +160,12 @@ class OcdbtReader(Reader):
             else:
                 differ = self.chunk_values.read(requests)
         except _MAY_BE_DAMAGE as error:
-            return _instead_of(self, error).read(requests)
+            instead = _instead_of(self, error)
+            if len(requests) == 1:
+                return instead.read(requests)
+            # Each by itself: what is sound is not read elsewhere.
+            alone = ((position, self.read([request])) for position, request in enumerate(requests))
+            return [position for position, differ in alone if differ]
         if not differ or (restored := _restored(self)) is None:
             return differ
         again = restored.read([requests[position] for position in differ])

@@ -186,11 +186,15 @@ class Copying:
             step: that was not copied; None if it is not known.
             what, error: see `Failure`.
         """
-        self._errors.add(what, error)
+        self.keep_error(what, error)
         location = self._local.location if step is None else self._local.location_of(step)
         group, text = job_group(self.options.group), error_text(error)
         event = RunEvent("copy failed", location.url, step, group.index, group.count, text)
         send_event(self.options.metrics, event)
+
+    def keep_error(self, what: str, error: BaseException) -> None:
+        """Keeps an error until `Checkpointer.wait` or the next save raises it."""
+        self._errors.add(what, error)
 
     def in_flight(self) -> list[int]:
         """The steps whose folders in the root may have files of saves or copies in progress."""

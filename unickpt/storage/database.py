@@ -190,7 +190,7 @@ class Database:
         manifest: the database's manifest, if it is not read from the folder.
         generation: the storage's name for the version of that manifest in the folder; empty if it
             is not (yet) in the folder.
-        restorers: supply the bytes of damaged and missing files.
+        restorers: supply the bytes of damaged and missing files; of several, the first.
     """
 
     location: Location
@@ -215,7 +215,7 @@ class Database:
 
             fetch: Callable[..., bytes] = partial(ocdbt.fetch, self._store)
             fetch = fetch if self._files is None else self._files.read
-            return DatabaseReader(ocdbt.Tree(self._manifest, restoring(self.restorers, fetch)))
+            return DatabaseReader(ocdbt.Tree(self._manifest, restoring(self.restorers[0], fetch)))
         if self._files is not None:
             return LocalDatabaseReader(ocdbt.Tree(self._manifest, self._files.read), self._files)
         store = self._store
@@ -274,14 +274,17 @@ class Database:
         return manifest_spec
 
     def restored(self) -> Database | None:
-        """The same database with restorers; None if there are none, or it has them already.
+        """The same database with restorers, or without the first, which was not enough; None if
+        there are no others.
 
         Raises:
             Failed: the storage failed.
         """
         from unickpt.storage.restorers import restorers_at  # only where something is damaged
 
-        restorers = () if self.restorers else restorers_at(self.location, self.context)
+        restorers = self.restorers[1:]
+        if not self.restorers:
+            restorers = restorers_at(self.location, self.context)
         return replace(self, restorers=restorers) if restorers else None
 
     def manifest_digest(self) -> str:

@@ -13,8 +13,8 @@ from unickpt.storage.locations import Location
 
 
 class Restorer(Protocol):
-    """Supplies bytes of a checkpoint. The target of a door of the group `restorers` returns one for
-    a location and a context, or None if it can supply nothing there."""
+    """Supplies bytes of a checkpoint. The target of a door of the group `restorers` returns those
+    for a location and a context, in the order in which they are tried."""
 
     def read(self, path: str, offset: int, length: int) -> bytes | None:
         """Some bytes of a file; None if it is sound, or unknown here.
@@ -34,7 +34,7 @@ class Restorer(Protocol):
 
 
 def restorers_at(location: Location, context: ts.Context) -> Sequence[Restorer]:
-    """The restorers for a checkpoint.
+    """The restorers for a checkpoint, in the order in which they are tried.
 
     Arguments:
         location: of the checkpoint.
@@ -44,22 +44,19 @@ def restorers_at(location: Location, context: ts.Context) -> Sequence[Restorer]:
         Failed: the storage failed.
     """
     targets = [door.open() for door in doors.every() if door.group == "restorers"]
-    return [restorer for target in targets if (restorer := target(location, context))]
+    return [restorer for target in targets for restorer in target(location, context)]
 
 
-def restoring(restorers: Sequence[Restorer], fetch: Callable[..., bytes]) -> Callable[..., bytes]:
-    """A function that fetches the bytes of a reference, from restorers where its file is damaged.
+def restoring(restorer: Restorer, fetch: Callable[..., bytes]) -> Callable[..., bytes]:
+    """A function that fetches the bytes of a reference, from a restorer where its file is damaged.
 
     Arguments:
-        restorers: of the checkpoint.
+        restorer: of the checkpoint.
         fetch: fetches the bytes of other files; see `ocdbt.fetch`.
     """
 
     def fetch_restored(reference: DataReference, may_be_sparse: bool = True) -> bytes:
-        for restorer in restorers:
-            data = restorer.read(reference.path, reference.offset, reference.length)
-            if data is not None:
-                return data
-        return fetch(reference, may_be_sparse)
+        data = restorer.read(reference.path, reference.offset, reference.length)
+        return fetch(reference, may_be_sparse) if data is None else data
 
     return fetch_restored

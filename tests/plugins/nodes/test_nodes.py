@@ -114,6 +114,17 @@ def test_every_nth_step_is_uploaded_and_the_last_one(tmp_path: Path) -> None:
     assert Checkpointer(root).steps() == [2, 4]
 
 
+def test_the_rate_of_an_upload_is_limited(tmp_path: Path) -> None:
+    root, rate, began = tmp_path / "root", 400_000.0, time.monotonic()
+    with Checkpointer(
+        root, node_local=tmp_path / "node", upload_bytes_per_s=rate, options=OPTIONS
+    ) as run:
+        run.save(1, state(1))
+    uploaded = sum(path.stat().st_size for path in root.glob("step_1/processes/*/00000/d/*"))
+    assert uploaded >= state(1)["w"].nbytes
+    assert time.monotonic() - began >= uploaded / rate, "it cannot be faster"
+
+
 def test_a_run_without_its_node_goes_on_from_the_root(tmp_path: Path) -> None:
     root, node = tmp_path / "root", tmp_path / "node"
     run = Checkpointer(root, node_local=node, upload_every=2, options=OPTIONS)

@@ -135,13 +135,14 @@ def test_without_verification_a_missing_file_is_restored(path: Path) -> None:
     assert np.array_equal(loaded["w0"], state_of()["w0"])
 
 
-@pytest.mark.parametrize("parity", [(4, 1), (4, 2)])
+@pytest.mark.parametrize("parity", [(4, 1), (4, 2), (16, 2)])
 @pytest.mark.parametrize("seed", range(10))
 def test_random_losses_are_restored_or_are_errors(
     path: Path, tmp_path: Path, parity: tuple[int, int], seed: int
 ) -> None:
-    # With those of other seeds and both codes, 200 losses that parity covers, and 100 beyond it.
+    # With those of other seeds and all codes, 300 losses that parity covers, and 150 beyond it.
     save(path, parity)
+    assert len(files_of(path, "d")) >= parity[0]
     chance = random.Random(f"{parity} {seed}")
     every = files_of(path, "d", "p")
     every = [file for file in every if file.name != "groups" and "root" not in file.parts]
