@@ -70,6 +70,11 @@ class LoadRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """All copies so far, without those to elements that another one replaced."""
         return list(self._copies.values())
 
+    @property
+    def is_pending(self) -> bool:
+        """Whether copies are recorded that `flush` would execute."""
+        return bool(self._pending)
+
     def source(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """A tensor without data that stands for an array."""
         tensor = torch.empty(tuple(shape), dtype=dtype, device="meta")

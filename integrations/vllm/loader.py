@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from vllm.distributed.parallel_state import get_tp_group
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
 from unickpt.integrations.serving.joint_flip import copies_of_model
@@ -16,7 +17,8 @@ class UnickptModelLoader(BaseModelLoader):
     """Loads any checkpoint that unickpt reads into a model of vLLM; writes nothing.
 
     The model's own `load_weights` decides which part of which array goes where. Each rank reads
-    only the parts that it keeps, all at once, compared with their digests.
+    only the parts that it keeps, all at once, compared with their digests; of compressed chunks,
+    such as Orbax's, one rank reads each, and sends the others their parts.
 
     `model_loader_extra_config` has the settings of `CheckpointLoader`; the checkpoint is by default
     the model.
@@ -58,6 +60,7 @@ class UnickptModelLoader(BaseModelLoader):
             model,
             model_config.model_weights or model_config.model,
             must_fill=model_config.quantization is None,
+            group=get_tp_group().cpu_group,
         )
         if self._is_followed:
             copies_of_model[model] = recorder

@@ -188,8 +188,10 @@ def test_an_engine_serves_other_systems_and_each_rank_reads_its_slice(
     whole = sum(array.nbytes for array in arrays)
     assert sum(filled) == whole + sum(array.nbytes for array in arrays if array.dim() == 1)
     assert min(filled) < max(filled), "vLLM gives the first rank more of the vocabulary"
-    # Orbax compresses each array as one chunk here, which both ranks read.
-    assert read == ([whole, whole] if system == "orbax" else filled)
+    if system == "orbax":  # it compresses each array as one chunk here, which one rank reads
+        assert sum(read) == whole
+    else:
+        assert read == filled
 
 
 def test_an_engine_of_experts_is_served_but_cannot_follow_on_cpus(tmp_path: Path) -> None:
