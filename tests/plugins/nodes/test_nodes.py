@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import secrets
 import shutil
 import signal
@@ -385,6 +386,41 @@ def test_the_root_may_be_a_bucket(
     assert cluster.in_root() == [0, 1]
     cluster.lose("b")
     cluster.run(["a", "c"], load=1, then="stop")
+    s3_server.remove_bucket(moto, bucket)
+
+
+@pytest.mark.parametrize(
+    ("order", "left", "is_read"),
+    [
+        ({}, "abc", False),
+        ({"arguments": {"replicas": 1}}, "ac", False),
+        ({"options": {"parity": (8, 1)}}, "ac", False),
+        ({}, "ac", True),
+    ],
+    ids=["all nodes", "a node less, with a copy", "with parity", "with neither"],
+)
+def test_array_data_of_the_root_are_read_only_where_no_node_has_them(
+    order: dict[str, Any],
+    left: str,
+    is_read: bool,
+    processes: Processes,
+    tmp_path: Path,
+    moto: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    s3_server.use(moto, monkeypatch)
+    bucket = f"nodes-{secrets.token_hex(4)}"
+    s3_server.make_bucket(moto, bucket)
+    cluster = Cluster(processes, tmp_path, f"s3://{bucket}/run")
+    cluster.run(["a", "b", "c"], save=2, **order)
+    assert cluster.in_root() == [0, 1]
+    for node in {*"abc"} - {*left}:
+        cluster.lose(node)
+    with s3_server.requests() as requests:
+        cluster.run([*left, "d"], load=1, then="stop", **order)
+    data = re.compile(rf"/{bucket}/run/step_1/processes/[^/]+/\d{{5}}/")
+    keys = [r.key for r in requests if r.method == "GET" and data.match(r.key)]
+    assert bool(keys) == is_read, keys
     s3_server.remove_bucket(moto, bucket)
 
 
