@@ -425,12 +425,16 @@ def test_array_data_of_the_root_are_read_only_where_no_node_has_them(
 
 
 @pytest.mark.parametrize("protection", ["replicas", "parity"])
-@pytest.mark.parametrize("kills", [3, pytest.param(60, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("count", "kills"),
+    [(3, 3), (8, 2), *(pytest.param(count, 60, marks=pytest.mark.slow) for count in (2, 3, 8))],
+)
 def test_a_node_that_dies_at_any_moment_costs_at_most_one_step(
-    kills: int, protection: str, cluster: Cluster
+    count: int, kills: int, protection: str, cluster: Cluster
 ) -> None:
     """All processes are killed, because a job of collectives ends with any; one node is lost."""
-    random_moment, nodes, least = random.Random(kills), ["n0", "n1", "n2"], -1
+    random_moment, least = random.Random(f"{count} {kills}"), -1
+    nodes = [f"n{number}" for number in range(count)]
     settings: dict[str, Any] = {"upload_every": 10_000, "keep_last": 2}
     options: dict[str, Any] = {}
     if protection == "replicas":
@@ -456,7 +460,8 @@ def test_a_node_that_dies_at_any_moment_costs_at_most_one_step(
         lost = random_moment.choice(nodes)
         if cluster.path(lost).exists():
             cluster.lose(lost)
-        nodes = [node for node in nodes if node != lost] + [f"n{kill + 3}"]
+        nodes = [node for node in nodes if node != lost] + [f"n{kill + count}"]
+    assert least > 0 or kills < 10, "no job saved"
 
 
 def test_a_failed_upload_is_resumed_with_all_files(
