@@ -54,6 +54,8 @@ class SaveReport:
         extra: on the coordinator only, what codecs say about arrays, by codec and array.
         left_out: names of leaves that an export left out, because its format has no place for
             them (docs/formats/writing.md).
+        survives: of a step of a `Checkpointer`, the losses that it survives at its commit; later,
+            `Checkpointer.survives` may say more.
     """
 
     url: str
@@ -79,6 +81,7 @@ class SaveReport:
     left_out: tuple[str, ...] = ()
     saved_bytes: int = 0
     extra: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    survives: str = ""
 
     @property
     def quantized(self) -> dict[str, tuple[float, float]]:
@@ -129,6 +132,7 @@ class SaveReport:
             counted(self.processes, "process", "processes"),
             f"{html.seconds_text(self.seconds)} ({self.gb_per_s:.3g} GB/s)",
             f"blocked the caller for {html.seconds_text(self.blocked_s)}",
+            *([f"survives {self.survives}"] if self.survives else []),
         ]
         figures = {
             "written": size_text(self.written_bytes),

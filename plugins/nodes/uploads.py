@@ -47,7 +47,7 @@ class NodeCopying(TierCopying):
         arguments: as for `TierCopying`.
     """
 
-    by_all = True
+    by_all, survives_at_commit = True, "the end of all processes"
 
     def __init__(self, nodes: Nodes, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -104,7 +104,7 @@ class NodeCopying(TierCopying):
             return super().survives(step)
         if count := self._uploads.lost_nodes(name, version.attempt):
             return "the loss of a node" if count == 1 else f"the loss of {count} nodes"
-        return "the end of all processes"
+        return self.survives_at_commit
 
     def follow(self, step: int, attempt: str, *, overwrite: bool) -> Any:
         lineage = super().follow(step, attempt, overwrite=overwrite)

@@ -93,6 +93,16 @@ def flip(folder: Path, name: str = "/d/") -> None:
 # --- all or nothing ------------------------------------------------------------------------------
 
 
+def test_the_report_says_what_a_step_survives_at_its_commit(run: Run) -> None:
+    with run.open() as ckpt:
+        assert ckpt.save(1, {"w": [1.0, 2.0]}).result().survives == tier_copies.IN_LOCAL
+        ckpt.wait()
+        assert ckpt.survives() == {1: tier_copies.IN_ROOT}
+    with Checkpointer(run.root, options=FAST) as ckpt:
+        assert ckpt.save(2, {"w": [1.0, 2.0]}).result().survives == tier_copies.IN_ROOT
+    assert not unickpt.save(f"{run.root}/alone", {"w": [1.0, 2.0]}, options=FAST).survives
+
+
 def test_a_step_that_is_overwritten_while_it_is_copied(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:

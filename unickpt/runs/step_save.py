@@ -17,7 +17,7 @@ from unickpt.runs import lineage_notes
 from unickpt.runs.background_removal import Cleaning
 from unickpt.runs.current_steps import Steps
 from unickpt.runs.run_features import Listener, save_ended
-from unickpt.runs.tier_copies import Copying
+from unickpt.runs.tier_copies import IN_ROOT, Copying
 from unickpt.saving.background import SaveCallbacks
 from unickpt.saving.describe import check_mapping
 from unickpt.trees.tree import plain_key
@@ -55,7 +55,8 @@ class StepSave:
         """The callbacks of the save."""
         ended = partial(self._steps.in_use.end, self)
         callbacks = self._begin, self._prepare, self._check, self._committed, self._failed, ended
-        return SaveCallbacks(*callbacks)
+        survives = IN_ROOT if self._copying is None else self._copying.survives_at_commit
+        return SaveCallbacks(*callbacks, survives)
 
     def metadata(
         self, user_metadata: Mapping[str, Any] | None, features: Mapping[str, Any]

@@ -61,6 +61,8 @@ class Copying:
 
     by_all: ClassVar[bool] = False
     """Whether each process copies its own part; else process 0 copies all."""
+    survives_at_commit: ClassVar[str] = IN_LOCAL
+    """What a step survives once it is committed, in the local tier."""
 
     def __init__(
         self,

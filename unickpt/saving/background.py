@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
 from unickpt.errors import (
@@ -172,6 +172,7 @@ class SaveCallbacks:
         committed: after the commit; raises nothing.
         failed: with the error that made the save fail; raises nothing.
         ended: at the end of the save, failed or not, even if it never started; raises nothing.
+        survives: as in its report.
     """
 
     begin: Callable[[], None] = _nothing
@@ -180,6 +181,7 @@ class SaveCallbacks:
     committed: Callable[[], None] = _nothing
     failed: Callable[[BaseException], None] = _nothing
     ended: Callable[[], object] = _nothing
+    survives: str = ""
 
 
 class PendingSave:
@@ -391,7 +393,8 @@ class PendingSave:
                         previous.wait_ended()
                 callbacks.prepare(task.attempt)
                 plan = snapshot.plan()
-            self._report = task.run(plan, snapshot.chunks, self._before_publish, callbacks.check)
+            report = task.run(plan, snapshot.chunks, self._before_publish, callbacks.check)
+            self._report = replace(report, survives=callbacks.survives)
             callbacks.committed()
         except BaseException as error:
             self._failure = self._errors.add(f"the save of {self.url}", error)

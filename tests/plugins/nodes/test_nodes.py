@@ -91,6 +91,8 @@ def test_a_step_is_on_the_node_and_then_in_the_root(tmp_path: Path) -> None:
         for step in range(4):
             report = run.save(step, state(step)).result()
             assert unickpt.open(report.url).values["step"] == step
+            assert report.survives == "the end of all processes"
+            assert "survives the end of all processes" in report._repr_html_()
         run.wait()
         assert run.steps() == [2, 3]
         assert run.survives() == dict.fromkeys([2, 3], "all but the loss of the root")
