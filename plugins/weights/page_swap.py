@@ -61,16 +61,26 @@ class _PageRange:
         return bool(begin == self.pages.stop)
 
     def copy(self) -> None:
-        """Copies the memory, to addresses that are equal modulo `_BLOCK`."""
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-        memory = mmap.mmap(-1, self.live.nbytes + _BLOCK, flags)
-        if self.live.nbytes >= _HUGE_BYTES:
+        """Copies the memory; maps memory for the pages that the flip takes out, without any yet."""
+        self.staged, self._free = self._mapped(self.live.nbytes >= _HUGE_BYTES), self._mapped(False)
+        self.staged[...] = self.live
+        for ends in self._ends:
+            self._free[ends] = self.live[ends]
+
+    @property
+    def _ends(self) -> tuple[slice, slice]:
+        """The elements beside whole pages."""
+        return slice(self.pages.start), slice(self.pages.stop, None)
+
+    def _mapped(self, has_huge_pages: bool) -> Array:
+        """Memory at addresses that are equal modulo `_BLOCK`."""
+        memory = _map(self.live.nbytes + _BLOCK)
+        if has_huge_pages:
             with suppress(OSError):  # a system without them
                 memory.madvise(mmap.MADV_HUGEPAGE)
         whole = np.frombuffer(memory, np.uint8)
         offset = (self.start - whole.ctypes.data) % _BLOCK
-        self.staged = whole[offset : offset + self.live.nbytes]
-        self.staged[...] = self.live
+        return whole[offset : offset + self.live.nbytes]
 
     def has(self, view: Array) -> bool:
         """Whether a view, whose steps are positive, lies within this memory."""
@@ -83,29 +93,23 @@ class _PageRange:
         offset = view.ctypes.data - self.start
         return np.ndarray(view.shape, view.dtype, self.staged, offset, view.strides)
 
-    def exchange(self, between: Array) -> None:
-        """Exchanges the elements of the memory and of the copy, or raises OSError.
-
-        Arguments:
-            between: memory of this size and `_BLOCK`.
-        """
-        moves = list[tuple[int, int, int]]()
+    def exchange(self) -> None:
+        """Exchanges the elements of the memory and of the copy, or raises OSError."""
+        moves = list[tuple[Array, Array]]()
         for part in self.parts:
-            live, staged = (array[part].ctypes.data for array in (self.live, self.staged))
-            free = between.ctypes.data + (live - between.ctypes.data) % _BLOCK
-            size = part.stop - part.start
-            moves += [(live, size, free), (staged, size, live), (free, size, staged)]
-        for number, (source, size, target) in enumerate(moves):
+            live, staged, free = self.live[part], self.staged[part], self._free[part]
+            moves += [(live, free), (staged, live)]
+        for number, (source, target) in enumerate(moves):
             try:
-                _move(source, size, target)
+                _move(source, target)
             except OSError:
-                for back, length, origin in reversed(moves[:number]):
-                    _move(origin, length, back)
+                for back, origin in reversed(moves[:number]):
+                    _move(origin, back)
                 raise
-        for ends in (slice(self.pages.start), slice(self.pages.stop, None)):
-            before = self.live[ends].copy()
+        for ends in self._ends:
+            self._free[ends] = self.live[ends]
             self.live[ends] = self.staged[ends]
-            self.staged[ends] = before
+        self.staged, self._free = self._free, self.staged
 
 
 class PagesChange:
@@ -113,13 +117,12 @@ class PagesChange:
 
     Arguments:
         regions: with staged copies.
+        memory: of these regions, which must exist so long.
     """
 
-    def __init__(self, regions: Sequence[_PageRange]) -> None:
+    def __init__(self, regions: Sequence[_PageRange], memory: Sequence[Array]) -> None:
         self._regions, self._exchanged = regions, list[_PageRange]()
-        size = max(region.live.nbytes for region in regions) + _BLOCK
-        memory = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        self._between = np.frombuffer(memory, np.uint8)
+        self._memory = memory
         self._lock, self._is_reverted = Lock(), False
 
     def apply(self) -> None:
@@ -136,14 +139,14 @@ class PagesChange:
     def _exchange(self) -> None:
         with self._lock:
             for region in self._regions if not self._is_reverted else ():
-                region.exchange(self._between)
+                region.exchange()
                 self._exchanged.append(region)
 
     def _restore(self) -> None:
         with self._lock:
             self._is_reverted = True
             while self._exchanged:
-                self._exchanged.pop().exchange(self._between)
+                self._exchanged.pop().exchange()
 
 
 def with_pages(
@@ -182,7 +185,7 @@ def with_pages(
     for in_place in moved.values():
         result += in_place
     staged = [regions[number] for number in numbers if number not in moved]
-    return [PagesChange(staged), *result] if staged else result
+    return [PagesChange(staged, memory), *result] if staged else result
 
 
 def _regions(memory: Sequence[Array]) -> list[_PageRange]:
@@ -193,37 +196,50 @@ def _regions(memory: Sequence[Array]) -> list[_PageRange]:
         span, permissions, _, _, inode, *_ = line.split()
         count += 1
         if permissions == "rw-p" and inode == "0":
-            start, stop = span.split("-")
-            maps.append((int(start, 16), int(stop, 16)))
+            first, last = span.split("-")
+            maps.append((int(first, 16), int(last, 16)))
     regions = list[_PageRange]()
-    for array in memory:
-        ordered, _ = in_memory_order(array, array)
-        if array.nbytes < _LEAST_BYTES or not ordered.flags.c_contiguous:
-            continue
-        region = _PageRange(ordered.reshape(-1).view(np.uint8))
-        if region.split(maps):
-            regions.append(region)
+    for start, stop in _spans(memory):
+        if stop - start >= _LEAST_BYTES:
+            bits = (ctypes.c_uint8 * (stop - start)).from_address(start)
+            region = _PageRange(np.ctypeslib.as_array(bits))
+            if region.split(maps):
+                regions.append(region)
     left = int(Path("/proc/sys/vm/max_map_count").read_text()) - count
     possible = list[_PageRange]()
     for region in sorted(regions, key=lambda region: -region.live.nbytes):
         left -= _MAPS * len(region.parts)
         if left > 0:
             possible.append(region)
-    possible.sort(key=lambda region: region.start)
-    return [
-        region
-        for before, region in zip([None, *possible], possible, strict=False)
-        if before is None or before.start + before.live.nbytes <= region.start
-    ]
+    return sorted(possible, key=lambda region: region.start)
 
 
-def _move(source: int, size: int, target: int) -> None:
-    """Moves pages; pages without memory stay.
+def _spans(memory: Sequence[Array]) -> list[tuple[int, int]]:
+    """The addresses of arrays without gaps, ascending; consecutive ones together."""
+    spans = list[tuple[int, int]]()
+    ordered = [in_memory_order(array, array)[0] for array in memory]
+    dense = [array for array in ordered if array.flags.c_contiguous]
+    for array in sorted(dense, key=lambda array: array.ctypes.data):
+        start = stop = array.ctypes.data
+        if spans and start <= spans[-1][1]:
+            start, stop = spans.pop()
+        spans.append((start, max(stop, array.ctypes.data + array.nbytes)))
+    return spans
+
+
+def _map(size: int) -> mmap.mmap:
+    """Memory of this process alone."""
+    return mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+
+
+def _move(source: Array, target: Array) -> None:
+    """Moves pages; the source stays mapped, without memory.
 
     Raises:
         OSError: the system refuses it; nothing is moved.
     """
-    if _mremap()(source, size, size, _MOVE, target) != target:
+    address, size = target.ctypes.data, target.nbytes
+    if _mremap()(source.ctypes.data, size, size, _MOVE, address) != address:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
 
@@ -241,13 +257,12 @@ def _can_move() -> bool:
     """Whether the system exchanges pages."""
     if sys.platform != "linux":
         return False
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-    live = np.frombuffer(mmap.mmap(-1, 2 * _PAGE, flags), np.uint8)
+    live = np.frombuffer(_map(2 * _PAGE), np.uint8)
     region = _PageRange(live)
     try:
         region.copy()
         region.staged[...] = 7
-        PagesChange([region]).apply()
+        PagesChange([region], [live]).apply()
     except (AttributeError, OSError):
         return False
     return bool((live == 7).all() and not region.staged.any())

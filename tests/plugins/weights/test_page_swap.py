@@ -131,7 +131,8 @@ def test_arrays_of_all_kinds_change_at_their_addresses(
 
 def test_pages_of_each_mapping_are_moved_for_themselves() -> None:
     array, _ = two_mappings()
-    ((region,), (mapping,)) = (page_swap._regions([one]) for one in (array, np.zeros(9 << 20)))
+    halves = [array[:500], array[500:]]  # consecutive memory is one region
+    ((region,), (mapping,)) = map(page_swap._regions, (halves, [np.zeros(9 << 20)]))
     assert (len(region.parts), len(mapping.parts)) == (2, 1)
     assert sum(part.stop - part.start for part in region.parts) == array.nbytes // 4096 * 4096
 
@@ -164,7 +165,7 @@ def test_a_failure_after_pages_were_exchanged_is_undone(
         assert all(np.array_equal(live[name], trainer.state[name]) for name in live)
 
 
-@pytest.mark.parametrize("number", [1, 2, 3, 5])
+@pytest.mark.parametrize("number", [1, 2, 3, 4])
 def test_pages_that_the_system_does_not_move_are_moved_back(
     number: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -184,9 +185,12 @@ def test_pages_that_the_system_does_not_move_are_moved_back(
 
     monkeypatch.setattr(page_swap, "_move", refusing)
     with pytest.raises(OSError, match="provoked"):
-        live_arrays.flip([page_swap.PagesChange(regions)])
+        live_arrays.flip([page_swap.PagesChange(regions, live)])
     assert [set(array.tolist()) for array in live] == [{0}, {1}]
     assert all((region.staged == 9).all() for region in regions)
+    monkeypatch.undo()
+    live_arrays.flip([page_swap.PagesChange(regions, live)])
+    assert [set(array.tolist()) for array in live] == [{9}, {9}]
 
 
 def test_memory_that_cannot_be_copied_is_changed_in_place(
