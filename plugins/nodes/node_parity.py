@@ -191,7 +191,7 @@ class NodeParity(PeerTask):
         for process, url in urls.items():
             names = msgspec.json.decode(fetched(f"{url}{process:05d}/"), type=dict[str, int])
             streams.append(PartStream(process, [(name, size, "") for name, size in names.items()]))
-        hashers = Hashers()
+        hashers = _Hashers()
         with self._nodes.folder.filled(folder) as draft:
             with open(f"{draft}/sum", "wb") as file:
                 for offset in range(0, max(s.nbytes for s in streams), _WINDOW_BYTES):
@@ -211,15 +211,15 @@ class NodeParity(PeerTask):
                 file.write(msgspec.json.encode(table))
 
 
-class Hashers(dict[Any, Any]):
+class _Hashers(dict[Any, Any]):
     """Digests in progress: of files by name, and one such set for each stream."""
 
     def __missing__(self, name: Any) -> Any:
-        self[name] = made = Hashers() if isinstance(name, int) else xxhash.xxh3_128()
+        self[name] = made = _Hashers() if isinstance(name, int) else xxhash.xxh3_128()
         return made
 
 
-def _window(url: str, stream: PartStream, offset: int, nbytes: int, hashers: Hashers) -> bytes:
+def _window(url: str, stream: PartStream, offset: int, nbytes: int, hashers: _Hashers) -> bytes:
     """Some bytes of a stream; fewer at its end."""
     parts = []
     for name, first, length in stream.pieces(offset, nbytes):
@@ -249,8 +249,7 @@ def restore(nodes: Nodes) -> None:
             the step would be removed as lost.
     """
     names = sorted({step for member in nodes.members for step in member.sums})
-    versions = {name: version_at(nodes.location.child(name)) for name in names}
-    steps = {name: version for name, version in versions.items() if version is not None}
+    steps = {name: version for name in names if (version := version_at(nodes.location.child(name)))}
     for _ in range(2):  # a node may have been cut off in the midst of it
         silent = nodes.silent_to_any()
         for step, version in steps.items():
@@ -357,7 +356,7 @@ def _rebuild(draft: str, process: int, sums: Sequence[StoredSum], urls: Mapping[
         sums: of its group.
         urls: by process, where its folder is; lost ones are missing.
     """
-    streams, hashers = sums[0].table.streams, Hashers()
+    streams, hashers = sums[0].table.streams, _Hashers()
     place = [stream.process for stream in streams].index(process)
     nbytes = max(stream.nbytes for stream in streams)
     for name, _, _ in streams[place].files:
@@ -365,7 +364,7 @@ def _rebuild(draft: str, process: int, sums: Sequence[StoredSum], urls: Mapping[
         open(f"{draft}/{name}", "wb").close()
     for offset in range(0, nbytes, _WINDOW_BYTES):
         length = min(_WINDOW_BYTES, nbytes - offset)
-        data, start = lost_bytes(sums, urls, offset, length, hashers)[place], 0
+        data, start = _lost_bytes(sums, urls, offset, length, hashers)[place], 0
         for name, _, size in streams[place].pieces(offset, _WINDOW_BYTES):
             with open(f"{draft}/{name}", "ab") as file:
                 file.write(data[start : start + size])
@@ -376,8 +375,8 @@ def _rebuild(draft: str, process: int, sums: Sequence[StoredSum], urls: Mapping[
             raise OSError(f"{name}: its sum, or another file of its group, is damaged")
 
 
-def lost_bytes(
-    sums: Sequence[StoredSum], urls: Mapping[int, str], offset: int, length: int, hashers: Hashers
+def _lost_bytes(
+    sums: Sequence[StoredSum], urls: Mapping[int, str], offset: int, length: int, hashers: _Hashers
 ) -> dict[int, bytes]:
     """Some bytes of the streams of a group that are in no folder, by their places in it.
 
@@ -401,6 +400,31 @@ def lost_bytes(
         raise OSError(f"processes {first_few(gone)} have none on any node, and {what} is left")
     stored = {s.table.number: _range(f"{s.url}sum", offset, length) for s in sums}
     return _code(sums[0].table.counts).decode(pieces, stored)
+
+
+def file_bytes(
+    sums: Sequence[StoredSum], urls: Mapping[int, str], process: int, name: str, part: slice
+) -> bytes:
+    """Bytes of a file from sums, piece by piece.
+
+    Arguments:
+        sums: of a group of the process.
+        urls: as for `_rebuild`, also of the process.
+        process, name: the file.
+        part: which bytes.
+
+    Raises:
+        OSError, ValueError: too many are lost; or the sums are of other files.
+    """
+    streams = sums[0].table.streams
+    place = [stream.process for stream in streams].index(process)
+    first, size = streams[place].span(name)
+    start, stop, _ = part.indices(size)
+    sound_urls, pieces = {p: url for p, url in urls.items() if p != process}, list[bytes]()
+    for offset in range(start, stop, _WINDOW_BYTES):
+        window = first + offset, min(_WINDOW_BYTES, stop - offset)
+        pieces.append(_lost_bytes(sums, sound_urls, *window, _Hashers())[place])
+    return b"".join(pieces)
 
 
 def _code(counts: tuple[int, int]) -> ParityCode:

@@ -13,10 +13,11 @@ import tensorstore as ts
 from unickpt.errors import StorageError
 from unickpt.extend import Damaged, KvStore, Location, Version, storage_context, version_at
 from unickpt.plugins.nodes.job import HTTP, Nodes, job_of
-from unickpt.plugins.nodes.node_parity import Hashers, StoredSum, list_files, lost_bytes
+from unickpt.plugins.nodes.node_parity import StoredSum, file_bytes, list_files
 from unickpt.plugins.nodes.silent_nodes import place_of
 
 T = TypeVar("T")
+WHOLE = slice(0, None)
 _log = logging.getLogger("unickpt")
 _FILE = re.compile(r"processes/[^/]+/(\d{5,})/(.+)", re.DOTALL)
 
@@ -34,13 +35,13 @@ class OtherSource:
         self._step, self.places = step, places
         self._reported = dict[str, str]()
 
-    def fetch(self, process: int, name: str, offset: int = 0, length: int | None = None) -> bytes:
-        """Some bytes of a file; by default all.
+    def fetch(self, process: int, name: str, part: slice = WHOLE) -> bytes:
+        """Bytes of a file.
 
         Arguments:
             process: whose file.
             name: its path in the folder of the process.
-            offset, length: which bytes.
+            part: which bytes.
 
         Raises:
             StorageError, OSError, ValueError: it is not there.
@@ -54,7 +55,7 @@ class OtherSource:
             return None
         place = self.places[int(match[1])]
         try:
-            data = self.fetch(int(match[1]), match[2], offset, length)
+            data = self.fetch(int(match[1]), match[2], slice(offset, offset + length))
         except (StorageError, OSError, ValueError) as error:
             raise Damaged(f"{path}: {place}: {error}") from error
         if path not in self._reported:
@@ -82,10 +83,9 @@ class _StoredFiles(OtherSource):
         super().__init__(step, places)
         self._specs, self._context = specs, storage_context()
 
-    def fetch(self, process: int, name: str, offset: int = 0, length: int | None = None) -> bytes:
-        stop = None if length is None else offset + length
+    def fetch(self, process: int, name: str, part: slice = WHOLE) -> bytes:
         store = KvStore.open(dict(self._specs[process]), self._context)
-        read = store.read(f"{process:05d}/{name}", byte_range=slice(offset, stop)).result()
+        read = store.read(f"{process:05d}/{name}", byte_range=part).result()
         if read.state != "value":
             raise Damaged("no such file")
         return bytes(read.value)
@@ -106,20 +106,14 @@ class _Sums(OtherSource):
         super().__init__(step, dict.fromkeys(groups, "sums on other nodes"))
         self._groups, self._urls = groups, urls
 
-    def fetch(self, process: int, name: str, offset: int = 0, length: int | None = None) -> bytes:
-        urls = {p: url for p, url in self._urls.items() if p != process}
-        streams = self._groups[process][0].table.streams
-        place = [stream.process for stream in streams].index(process)
-        first, size = streams[place].span(name)
-        length = size - offset if length is None else length
-        sums = self._groups[process]
-        return lost_bytes(sums, urls, first + offset, length, Hashers())[place]
+    def fetch(self, process: int, name: str, part: slice = WHOLE) -> bytes:
+        return file_bytes(self._groups[process], self._urls, process, name, part)
 
 
 class _Nowhere(OtherSource):
     """Raises the error that nothing else has a file."""
 
-    def fetch(self, process: int, name: str, offset: int = 0, length: int | None = None) -> bytes:
+    def fetch(self, process: int, name: str, part: slice = WHOLE) -> bytes:
         raise Damaged("damaged or gone, and no other node, no sum and not the root has it whole")
 
 
@@ -129,12 +123,8 @@ def restorers_at(location: Location, context: ts.Context) -> list[OtherSource]:
     version = None if nodes is None else version_at(nodes.location.child(step))
     if nodes is None or version is None:
         return []
-    places = {
-        process: nodes.folder.path
-        if nodes.node in {m.node for m in having}
-        else place_of(having[0].url)
-        for process, having in nodes.holders(step, version).items()
-    }
+    holders = nodes.holders(step, version).items()
+    places = {process: place_of(having[0].url) for process, having in holders}
     return [*other_sources(nodes, step, version), _Nowhere(str(location), places)]
 
 

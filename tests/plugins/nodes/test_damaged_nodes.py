@@ -83,8 +83,7 @@ def test_a_damaged_file_that_nothing_else_has_is_named(
     damage(cluster, "a", 0, 0, way)
     text = r"step_0: array '[vw]' \[.*/00000/d/.*the node at .*:\d+: damaged or gone, and no other"
     cluster.run(["b", "a"], error=text, **order)
-    folder = str(cluster.path("a"))
-    cluster.run(["a", "b"], error=rf"step_0: array '[vw]' \[.*/00000/d/.*{folder}/\w+/: damaged")
+    cluster.run(["a", "b"], error=text, **order)
 
 
 @pytest.mark.integration
