@@ -18,7 +18,7 @@ from support.strategies import examples
 
 from unickpt import SaveConflict, SaveOptions, UnickptError
 from unickpt.extend import Box, local_folders
-from unickpt.plugins.weights import Follower, Publisher
+from unickpt.plugins.weights import Follower, Publisher, page_swap
 from unickpt.types import LocalFragments
 
 pytestmark = pytest.mark.plugins
@@ -50,15 +50,18 @@ class History:
 
     def new_follower(self) -> tuple[Follower, dict[str, Any]]:
         live: dict[str, Any] = {name: np.zeros_like(array) for name, array in self.state.items()}
-        kind = self.data.draw(st.sampled_from(["in place", "swap", "parts"]))
+        kind = self.data.draw(st.sampled_from(["in place", "swap", "pages", "parts"]))
         tree: dict[str, Any] = live
         if kind == "swap":
             tree = live = {name: torch.from_numpy(array) for name, array in live.items()}
+        elif kind == "pages":
+            live["w"] = np.zeros((3 * 4096,), np.uint16)[100:][: 64 * 64].reshape(SHAPE)
         elif kind == "parts":  # as of one rank, twice
             halves = [(Box((0, a), (64, b)), live["w"][:, a:b]) for a, b in ((0, 40), (40, 64))]
             tree = {**live, "w": LocalFragments(SHAPE, halves)}
-        is_swap, keeps = kind == "swap", self.data.draw(st.booleans())
-        follower = Follower(self.root, tree, lease_s=1000, swap=is_swap, keep_copies=keeps)
+        swap: Any = {"swap": True, "pages": "pages"}.get(kind, False)
+        keeps = self.data.draw(st.booleans())
+        follower = Follower(self.root, tree, lease_s=1000, swap=swap, keep_copies=keeps)
         return follower, live
 
     def draw_follower(self) -> int:
@@ -166,6 +169,8 @@ class History:
 
 def live_through(data: st.DataObject, steps: int) -> None:
     folder = Path(tempfile.mkdtemp(prefix="unickpt-weights-"))
+    patch = pytest.MonkeyPatch()
+    patch.setattr(page_swap, "_LEAST_BYTES", 4096)
     history = History(folder / "run", data)
     try:
         history.publish()
@@ -180,6 +185,7 @@ def live_through(data: st.DataObject, steps: int) -> None:
             history.publisher.close()
         for follower, _ in history.followers:
             follower.close()
+        patch.undo()
         shutil.rmtree(folder)
 
 
