@@ -6,7 +6,6 @@ killed; after each a model says which steps must be there, and what they hold.
 
 from __future__ import annotations
 
-import functools
 import os
 import pickle
 import secrets
@@ -324,6 +323,11 @@ class Runs(RuleBasedStateMachine):
         if wait:
             self._drain()
 
+    @rule()
+    def prepare(self) -> None:
+        """It changes nothing."""
+        self.run.prepare(self.state.tree(0))
+
     @rule(words=WORDS, wait=st.booleans(), seed=SEEDS)
     def save_many(self, words: str, wait: bool, seed: int) -> None:
         self.save(words, 6, wait, seed)
@@ -348,7 +352,13 @@ class Runs(RuleBasedStateMachine):
             return
         visible = self._visible()
         tree, changed = self.state.tree(self._next()), self._changed(words, self.rng)
-        save = functools.partial(self.run.save, metrics={"loss": 0.0})
+
+        def save(*arguments: Any, **keywords: Any) -> Any:
+            try:
+                return self.run.save(*arguments, **keywords, metrics={"loss": 0.0})
+            finally:
+                self._forget_abandoned()
+
         if how == "leaf":
             with pytest.raises(UnsupportedLeaf):
                 save(self._next(), tree | {"bad": object()}, changed=changed)
@@ -373,9 +383,13 @@ class Runs(RuleBasedStateMachine):
             with pytest.raises(StorageError, match="no space"):
                 pending.result()
         self.dirty = self._clean()
-        for step in self.saved.keys() - self._visible():  # removed before the first save
-            self._forget(step)
+        self._forget_abandoned()
         self.run.wait()
+
+    def _forget_abandoned(self) -> None:
+        """Forgets the steps that `after` abandons: they are removed before the first save."""
+        for step in self.saved.keys() - self._visible():
+            self._forget(step)
 
     # --- loads -----------------------------------------------------------------------------------
 

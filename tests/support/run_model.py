@@ -266,14 +266,14 @@ class Saved:
         for key, turns in self.turns.items():
             for expert, step in turns.items():
                 if step != self.step:
-                    self._take_expert(key, expert, step)
+                    self._take_expert(key, expert, step, path)
                 elif replaced is not None:
                     self._take_replaced(key, expert, replaced, path)
             newest = sum(step == self.step for step in turns.values())
             assert newest >= min(self.options.experts, len(turns)), turns
         self.base, self.is_resolved = None, True
 
-    def _take_expert(self, key: str, expert: str, step: int) -> None:
+    def _take_expert(self, key: str, expert: str, step: int, path: str) -> None:
         """Takes the state of an expert from the last save that wrote it."""
         saved = self.base
         while saved is not None and not saved.is_resolved and saved.step != step:
@@ -283,19 +283,22 @@ class Saved:
             assert saved.turns[key][expert] == step, (self.turns, saved.turns)
         else:
             assert saved.step == step, (step, saved.step)
+            if saved.base is not None and saved.base.step == step:
+                self._take_replaced(key, expert, saved, path)
+                return
         name = EXPERTS[key].format(expert)
         at = int(expert) if key == "moe" else ...
         self.values[name][at] = saved.values[name][at]
 
     def _take_replaced(self, key: str, expert: str, replaced: Saved, path: str) -> None:
-        """Takes the state of an expert from a version of this step that it replaced, if it is of
-        that: all are of this step. What replaced a version that was never read is not known
+        """Takes the state of an expert from a version of a step that was replaced, if it is of
+        that: all are of one step. What replaced a version that was never read is not known
         either, so that the state may be of any before."""
         name = EXPERTS[key].format(expert)
         at = int(expert) if key == "moe" else ...
         found = to_numpy(flat(unickpt.load(path))[name])
         version: Saved | None = replaced
-        while version is not None and version.step == self.step:
+        while version is not None and version.step == replaced.step:
             if np.array_equal(found[at], version.values[name][at]):
                 self.values[name][at] = version.values[name][at]
                 return
@@ -327,14 +330,17 @@ class Roles:
         self._both = first, second
         self.steps, self.latest, self.path = first.steps, first.latest, first.path
 
+    def prepare(self, tree: Mapping[str, Any]) -> None:
+        self._both[0].prepare(tree)
+        self._both[1].prepare(_part_of(tree))
+
     def save(
         self, step: int, tree: Mapping[str, Any], changed: Any = None, **arguments: Any
     ) -> RolesPending:
-        second = {name: tree[name] for name in ("scalar", "moe", "q", "ex", "step", "text")}
         words: Literal["tracked"] | None = None if changed is None else "tracked"
         return RolesPending(
             self._both[0].save(step, tree, changed=changed, **arguments),
-            self._both[1].save(step, second, changed=words, **arguments),
+            self._both[1].save(step, _part_of(tree), changed=words, **arguments),
         )
 
     def load(self, like: Any = None, step: int | None = None) -> Any:
@@ -365,6 +371,11 @@ class Roles:
     def close(self) -> None:
         for role in self._both:
             role.close()
+
+
+def _part_of(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """What the second role saves."""
+    return {name: tree[name] for name in ("scalar", "moe", "q", "ex", "step", "text")}
 
 
 class RolesPending:

@@ -185,6 +185,39 @@ class Checkpointer:
         """Whether the job must stop, as agreed by all processes in `should_save`."""
         return self._triggers.preempted
 
+    def prepare(self, tree: Any) -> int:
+        """Prepares for the saves of a state, so that the first call of `save` takes no longer than
+        later ones: plans them, and takes the memory for copies of the state, on an accelerator
+        page-locked, within `SaveOptions(budget_bytes=)`. Nothing is written. All processes call it.
+
+        Arguments:
+            tree: as for `save`; its arrays are copied, and the copies dropped.
+
+        Returns:
+            The bytes of this process for which there is memory now; 0 where `save` copies nothing.
+
+        Raises:
+            UnsupportedLeaf: something cannot be stored.
+            ValueError: the Checkpointer is closed.
+
+        Example:
+            >>> import numpy as np, unickpt
+            >>> with unickpt.Checkpointer("memory://run/prepared") as ckpt:
+            ...     ckpt.prepare({"w": np.zeros(10**6)})
+            8000000
+        """
+        with self._queue.beginning:
+            _check_open(self)
+            owners = {owner for fence in self._fences for owner in fence.owners()}
+            request = SaveRequest(
+                self._steps.first.location_of(0),
+                tree,
+                self._features.options_without,
+                owners=owners if self._fences else None,
+                group=self._group(saves=True),
+            )
+            return self._queue.prepare(request)
+
     def save(
         self,
         step: int,
@@ -235,11 +268,11 @@ class Checkpointer:
         self._queue.check_process()  # before the lock, which another thread may hold for ever
         if self._events is not None:
             with self._queue.following():
-                self._check_open()
+                _check_open(self)
                 # Not with the lock: it may wait for a save of another thread.
                 self._events.reached(step_number(step), self._group(saves=True))
         with self._queue.beginning, self._queue.following():
-            self._check_open()
+            _check_open(self)
             step, group = step_number(step), self._group(saves=True)
             if self._removal.is_due:
                 self._removal.before_save(group)
@@ -371,7 +404,7 @@ class Checkpointer:
             ...     ckpt.drop_later_steps()
             [200]
         """
-        self._check_open()
+        _check_open(self)
         if step is None and self.loaded_step is None:
             raise ValueError("no step was loaded; give the step: drop_later_steps(step)")
         last_step = step_number(self.loaded_step if step is None else step)
@@ -392,7 +425,7 @@ class Checkpointer:
             ValueError: the processes cannot agree (see `ProcessGroup`).
             StorageError: the storage failed.
         """
-        self._check_open()
+        _check_open(self)
         self._removal.delete(step_number(step), self._group(), self._drain)
 
     # --- finding and loading -------------------------------------------------------------------
@@ -513,6 +546,7 @@ class Checkpointer:
             self._copying.wait()
         self._cleaning.wait()
 
-    def _check_open(self) -> None:
-        if self._closed:
-            raise ValueError(f"the Checkpointer of {self._steps.root.location} is closed")
+
+def _check_open(run: Checkpointer) -> None:
+    if run._closed:
+        raise ValueError(f"the Checkpointer of {run._steps.root.location} is closed")

@@ -57,6 +57,13 @@ class RunFeatures:
         """Whether steps reference earlier steps."""
         return any(run_feature.needs_steps_before for run_feature in self.of_run.values())
 
+    @property
+    def options_without(self) -> SaveOptions:
+        """The options of a save of which no feature of the run leaves anything out."""
+        features = self._options.all_features
+        left = [feature for feature in features if feature.name not in self.of_run]
+        return self._options if len(left) == len(features) else self._options.with_features(left)
+
     def before_save(self, call: SaveCall) -> tuple[SaveOptions, dict[str, Any], list[Listener]]:
         """The options of a step's save, the features' entries in its metadata, and the features to
         notify of the end of the save, each with its part in this save."""

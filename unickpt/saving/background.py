@@ -507,6 +507,19 @@ class SaveQueue:
                 pending.wait_staged()
         return pending
 
+    def prepare(self, request: SaveRequest) -> int:
+        """Describes, plans and copies the tree of a save as far as its memory allows, and writes
+        nothing; returns the bytes that were copied."""
+        self.check_process(f"{request.path}: ")
+        with self.beginning:
+            task = SaveTask(request.path, request.overwrite, request.options, group=request.group)
+            described_tree = self._plans.describe(task, request.tree, request.metadata())
+            snapshot = self._keep(task, described_tree, request)
+            try:
+                return snapshot.rehearse()
+            finally:
+                snapshot.close()
+
     def _add(self, pending: PendingSave) -> None:
         """Adds a save to those in flight."""
         learned, self._is_forgotten = pending._learned, False
@@ -534,14 +547,20 @@ class SaveQueue:
             previous = self._pending[-1] if self._pending else None
             waited_s = 0.0 if previous is None else previous._snapshot.wait_complete()
             with task.failing(), collection_paused():
-                snapshot = Snapshot(task, described_tree, self._area, request.owners, waited_s)
-                task.keep(snapshot.sources, snapshot.working_bytes)
+                snapshot = self._keep(task, described_tree, request, waited_s)
                 pending = PendingSave(task, snapshot, previous, request.callbacks, self.errors)
         except BaseException as error:
             send_failure(task.options, task.location.url, task.group, error)
             raise
         pending._learned = None if request.is_delayed else task.learned
         return pending
+
+    def _keep(
+        self, task: SaveTask, tree: DescribedTree, request: SaveRequest, waited_s: float = 0.0
+    ) -> Snapshot:
+        snapshot = Snapshot(task, tree, self._area, request.owners, waited_s)
+        task.keep(snapshot.sources, snapshot.working_bytes)
+        return snapshot
 
     def _describe(self, task: SaveTask, request: SaveRequest) -> DescribedTree:
         with task.failing():

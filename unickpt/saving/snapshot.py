@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -207,7 +208,9 @@ class Snapshot:
         waited_s: float = 0.0,
     ) -> None:
         self._task, self._tree, self._area = task, described, area
-        self._abandoned = self._wait_for_commit = False
+        self._abandoned = self._is_rehearsed = False
+        self.waits_for_commit = False
+        """Whether the state may change only after the commit."""
         self._events = task.events
         self._changed = self._events.changed
         writes = partial(self._events.happened, SaveEvent.WRITABLE)
@@ -256,7 +259,7 @@ class Snapshot:
                 return StagedPlan()
             if self._plan is None:
                 self._plan = plan = plan_staging(self._tree.plan(), self._capture, self._memory)
-                self._wait_for_commit = plan.waits_for_commit
+                self.waits_for_commit = plan.waits_for_commit
                 self.chunks.refer(plan.items[SnapshotMethod.REFERENCE])
                 self._changes.watch(plan.items[SnapshotMethod.COPY_LATER])
             return self._plan
@@ -270,10 +273,10 @@ class Snapshot:
                 self._transfer(SnapshotMethod.COPY_NOW)
                 self._memory.go_first()
                 self._copies(SnapshotMethod.COPY_NOW).run()
-        self._memory.returns(waits_for_commit=self._wait_for_commit and not self.has_later)
+        self._memory.returns(waits_for_commit=self.waits_for_commit and not self.has_later)
         if not self.has_later:
             self._end()
-        elif not self.is_fenced and not self._wait_for_commit:
+        elif not self.is_fenced and not self.waits_for_commit:
             self._events.happened(SaveEvent.SAFE)
 
     def _transfer(self, method: SnapshotMethod) -> None:
@@ -298,13 +301,36 @@ class Snapshot:
             self._events.happened(SaveEvent.TRANSFERRING)
             self._copies(SnapshotMethod.COPY_LATER).run(alone=True)
             self._memory.wait_transferred()
-            if not self._wait_for_commit:
+            if not self.waits_for_commit:
                 self._events.happened(SaveEvent.SAFE)
             self._copies(SnapshotMethod.CLONE).run(alone=True)
         self._end()
 
+    def rehearse(self) -> int:
+        """Copies what fits into memory now, as `stage_now` and `stage_later` do, for nobody: later
+        copies find memory that was written to before, or is page-locked.
+
+        Returns:
+            How many bytes.
+        """
+        with self.failing():
+            items, room = self._planned().items, self._memory.room
+            for method in (
+                SnapshotMethod.COPY_NOW,
+                SnapshotMethod.COPY_LATER,
+                SnapshotMethod.CLONE,
+            ):
+                ends = itertools.accumulate(item.nbytes for item in items[method])
+                items[method][:] = items[method][: sum(end <= room for end in ends)]
+                room -= sum(item.nbytes for item in items[method])
+                self._transfer(method)
+                self._copies(method).run()
+            self._is_rehearsed = True
+        self._end()
+        return self._memory.facts.staged_bytes
+
     def _end(self) -> None:
-        if not self._wait_for_commit:
+        if not self.waits_for_commit:
             self._events.happened(SaveEvent.SAFE)
         self._events.happened(SaveEvent.TRANSFERRING, SaveEvent.STAGED)
 
@@ -382,17 +408,12 @@ class Snapshot:
         with self._changed:
             plan = self._plan
         done = plan is not None and not plan.items[SnapshotMethod.COPY_LATER]
-        return done and not self._wait_for_commit
+        return done and not self.waits_for_commit
 
     def wait_fence(self) -> None:
         """As `wait_safe`; errors are raised by `PendingSave.result` instead."""
         with suppress(Exception):
             self.wait_safe()
-
-    @property
-    def waits_for_commit(self) -> bool:
-        """Whether the state may change only after the commit."""
-        return self._wait_for_commit
 
     def wait_complete(self) -> float:
         """Waits until staging needs no more memory.
@@ -411,7 +432,7 @@ class Snapshot:
         self._events.wait(SaveEvent.STAGED)
         self.chunks.clear()
         self._memory.close()
-        if self._task.state is SaveState.COMMITTED:
+        if self._is_rehearsed or self._task.state is SaveState.COMMITTED:
             self._tree.give_back()
         self._plan, self.sources, self._copying = None, {}, {}
         self._changes.forget()
