@@ -16,6 +16,9 @@ from stallers import (
     DcpAsyncStaging,
     DcpKeptStaging,
     OrbaxAsync,
+    Staller,
+    TorchCheckpointing,
+    TorchSaved,
     UnickptJaxCopy,
     UnickptJaxDevice,
     UnickptJaxReference,
@@ -207,10 +210,11 @@ class UnickptLoop(LoopSaver):
         self.checkpointer.close()
 
 
-class DcpLoop(LoopSaver):
-    """async_save after the save before has ended; nothing is removed before the loop's end."""
+class StallerLoop(LoopSaver):
+    """Saves after the save before has ended; nothing is removed before the loop's end."""
 
-    def __init__(self, root: Path, training: Any, tree: Callable[[], Any], saver: DcpAsync) -> None:
+    def __init__(self, root: Path, tree: Callable[[], Any], saver: Staller) -> None:
+        root.mkdir(exist_ok=True)
         self.root, self.tree, self.saver = root, tree, saver
         self.before_update, self.wait = saver.wait_staged, saver.wait_committed
         self.close = saver.close
@@ -221,6 +225,7 @@ class DcpLoop(LoopSaver):
 
     def tidy(self) -> None:
         shutil.rmtree(self.root, ignore_errors=True)
+        self.root.mkdir()
 
 
 class OrbaxLoop(LoopSaver):
@@ -252,10 +257,9 @@ def torch_savers(names: Iterable[str], training: Any, root: Path) -> dict[str, L
         UnickptTorchCopy.name: lambda at: UnickptLoop(at, training, objects, "copy", False),
         UnickptTorchLazy.name: lambda at: UnickptLoop(at, training, objects, "lazy", True),
         UnickptTorchDevice.name: lambda at: UnickptLoop(at, training, objects, "device", False),
-        DcpAsync.name: lambda at: DcpLoop(at, training, states, DcpAsync()),
-        DcpKeptStaging.name: lambda at: DcpLoop(at, training, states, DcpKeptStaging()),
-        DcpAsyncStaging.name: lambda at: DcpLoop(at, training, states, DcpAsyncStaging()),
     }
+    for kind in (DcpAsync, DcpKeptStaging, DcpAsyncStaging, TorchSaved, TorchCheckpointing):
+        made[kind.name] = lambda at, kind=kind: StallerLoop(at, states, kind())  # type: ignore[misc]
     return {name: make(root / name) for name, make in made.items() if name in names}
 
 

@@ -188,6 +188,55 @@ class DcpAsyncStaging(DcpAsync):
     staging = True
 
 
+class TorchSaved(Staller, contenders.TorchSave):
+    """torch.save, which blocks until all is written."""
+
+    name = "torch.save"
+    copies = False
+    note = "fsyncs the file and its directories; nothing is asynchronous"
+
+    def begin(self, path: Path, state: Any) -> None:
+        contenders.TorchSave.save(self, path, state, durable=True)
+
+    def wait_committed(self) -> None:
+        pass
+
+
+class TorchCheckpointing(Staller, contenders.Torch):
+    """Meta's CheckpointManager: copies to shared memory, from which another process writes."""
+
+    name = "torch_checkpointing"
+    note = "never fsyncs; without direct I/O, which not every disk takes"
+
+    def __init__(self) -> None:
+        super().__init__()
+        from torch_checkpointing import CheckpointManager
+        from torch_checkpointing.storage.filesystem import LocalFileSystemStorageConfig
+
+        storage = LocalFileSystemStorageConfig(use_direct_io=False)
+        self.manager = CheckpointManager.Config(storage_config=storage).build()
+        self.committed: Any = None
+
+    def begin(self, path: Path, state: Any) -> None:
+        self.committed = self.manager.save(str(path), state)
+
+    def wait_staged(self) -> None:
+        with self.manager.lock():  # as its pages say, for the update
+            pass
+
+    def wait_committed(self) -> None:
+        if self.committed is not None:
+            self.committed.result()
+            self.committed = None
+
+    def load(self, path: Path, target: Any, verify: bool) -> Mapping[str, Any]:
+        return dict(self.manager.load(path, into=target))
+
+    def close(self) -> None:
+        super().close()
+        self.manager.close()
+
+
 class OrbaxAsync(Staller, contenders.Orbax):
     """Orbax's StandardCheckpointer, which is asynchronous."""
 
@@ -252,6 +301,8 @@ STALLERS: Mapping[str, type[Staller]] = {
         DcpAsync,
         DcpKeptStaging,
         DcpAsyncStaging,
+        TorchSaved,
+        TorchCheckpointing,
         UnickptJaxReference,
         UnickptJaxCopy,
         UnickptJaxDevice,
