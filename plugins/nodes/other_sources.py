@@ -58,6 +58,8 @@ class OtherSource:
             data = self.fetch(int(match[1]), match[2], slice(offset, offset + length))
         except (StorageError, OSError, ValueError) as error:
             raise Damaged(f"{path}: {place}: {error}") from error
+        if len(data) != length:  # a node whose file is short may answer with what it has
+            raise Damaged(f"{path}: {place}: {len(data)} bytes, {length} expected")
         if path not in self._reported:
             self._reported[path] = place
             _log.warning("%s: %s is damaged or gone; read from %s", self._step, path, place)

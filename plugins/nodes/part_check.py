@@ -83,11 +83,8 @@ class PartCheck:
         return ""
 
     def _is_sound(self, offset: int, request: Request) -> bool:
-        entry, part, shape = (
-            request.entry,
-            request.part,
-            request.part.chunk_box(request.number).shape,
-        )
+        entry, part = request.entry, request.part
+        shape = part.chunk_box(request.number).shape
         if not entry.encoding and part.chunk[1:] == shape[1:]:  # as it lies in memory: no copy
             nbytes = math.prod(shape) * entry.itemsize
             stored = self._memory.data[offset : offset + nbytes]

@@ -15,6 +15,8 @@ from test_nodes import OPTIONS, Cluster, state
 import unickpt
 from unickpt import Checkpointer, SaveOptions
 from unickpt.errors import CheckpointCorrupt
+from unickpt.extend import Damaged
+from unickpt.plugins.nodes.other_sources import WHOLE, OtherSource
 
 PROTECTIONS: dict[str, Any] = {
     "replicas": {"arguments": {"replicas": 1}},
@@ -171,3 +173,16 @@ def test_a_damaged_file_is_read_from_the_root_and_no_others(
             next(root.glob(f"step_1/**/{name}")).unlink()
         loaded = run.load(tree)
     assert all((loaded[name] == value).all() for name, value in tree.items())
+
+
+@pytest.mark.parametrize("data", [b"", b"1234567", b"123456789"])
+def test_a_source_that_answers_with_another_number_of_bytes_is_not_used(data: bytes) -> None:
+    class Short(OtherSource):
+        def fetch(self, process: int, name: str, part: slice = WHOLE) -> bytes:
+            return data
+
+    source = Short("run/step_1", {3: "the node at a:1"})
+    text = rf"d/x: the node at a:1: {len(data)} bytes, 8 expected"
+    with pytest.raises(Damaged, match=text):
+        source.read("processes/attempt/00003/d/x", 0, 8)
+    assert source.read("processes/attempt/00004/d/x", 0, 8) is None
