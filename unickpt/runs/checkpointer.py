@@ -206,14 +206,14 @@ class Checkpointer:
             ...     ckpt.prepare({"w": np.zeros(10**6)})
             8000000
         """
+        self._queue.check_process()  # before the lock, as in `save`
         with self._queue.beginning:
             _check_open(self)
-            owners = {owner for fence in self._fences for owner in fence.owners()}
             request = SaveRequest(
                 self._steps.first.location_of(0),
                 tree,
                 self._features.options_without,
-                owners=owners if self._fences else None,
+                owners=_owners(self._fences),
                 group=self._group(saves=True),
             )
             return self._queue.prepare(request)
@@ -288,14 +288,13 @@ class Checkpointer:
                 )
             parts = self._steps, self._cleaning, self._copying
             save = StepSave(*parts, call, overwrite, listeners)
-            owners = {owner for fence in self._fences for owner in fence.owners()}
             request = SaveRequest(
                 self._steps.first.location_of(step),
                 tree,
                 knowing(options, changed, self._reuses),
                 overwrite,
                 metadata=partial(save.metadata, metadata, more),
-                owners=owners if self._fences else None,
+                owners=_owners(self._fences),
                 callbacks=save.callbacks(),
                 find_base=partial(find_base, self._steps, self._reuses),
                 group=group,
@@ -550,3 +549,8 @@ class Checkpointer:
 def _check_open(run: Checkpointer) -> None:
     if run._closed:
         raise ValueError(f"the Checkpointer of {run._steps.root.location} is closed")
+
+
+def _owners(fences: Sequence[Any]) -> set[Any] | None:
+    """The memory of the optimizers whose steps wait for saves; None if there are none."""
+    return {owner for fence in fences for owner in fence.owners()} if fences else None
