@@ -490,7 +490,7 @@ def _memory(leaf: torch.Tensor) -> torch.Tensor:
         TypeError: it has none.
     """
     kind = type(leaf).__name__
-    if hasattr(type(leaf), "__tensor_flatten__"):
+    if type(leaf) not in _PLAIN and hasattr(type(leaf), "__tensor_flatten__"):
         raise TypeError(f"a {kind} wraps other tensors; save those")
     try:
         storage = leaf.untyped_storage()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import fcntl
+import mmap
 import os
 import resource
 from collections.abc import Iterator
@@ -291,3 +293,107 @@ def test_files_are_closed_after_a_failure(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["0" * 32, "0" * 32 + "-1-x", "x-1-1", "records", "1-2-3-4"])
 def test_other_names_tell_nothing(name: str) -> None:
     assert data_files.written_in(name) is None
+
+
+BLOCK = 4096
+BLOCKS = st.sampled_from([BLOCK, BLOCK - 1, 3 * BLOCK, (2 << 20) - BLOCK, (2 << 20) + 5, 5 << 20])
+
+
+def direct_file(folder: Location) -> DataFile:
+    return data_files.new_file(folder, paths.context(), 8 << 20, direct=True)
+
+
+def is_on_a_device(folder: Location) -> bool:
+    files = folder.regular_files()
+    assert files is not None
+    return os.major(os.stat(files.folder).st_dev) != 0
+
+
+def is_cached(path: str) -> bool:
+    """Whether the first block of a file is in the page cache."""
+    with open(path, "rb", buffering=0) as file:
+        try:
+            return os.preadv(file.fileno(), [bytearray(1)], 0, os.RWF_NOWAIT) == 1
+        except BlockingIOError:
+            return False
+
+
+def in_memory(value: bytes, shift: int) -> memoryview:
+    """A value so many bytes behind the start of a page."""
+    memory = mmap.mmap(-1, shift + max(1, len(value)))
+    memory[shift : shift + len(value)] = value
+    return memoryview(memory)[shift : shift + len(value)]
+
+
+@settings(max_examples=20, deadline=None)
+@given(values=st.lists(st.tuples(SIZES | BLOCKS, st.sampled_from([0, 0, 512, 1])), max_size=5))
+def test_values_bypass_the_page_cache(
+    values: list[tuple[int, int]], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    path = tmp_path_factory.mktemp("direct")
+    folder = location(path)
+    file, view = direct_file(folder), View(path)
+    written = [os.urandom(size) for size, _ in values]
+    file.views = [view]
+    for value, (_, shift) in zip(written, values, strict=True):
+        file.add((in_memory(value, shift),))
+    file.close()
+    assert view.seen == b"".join(value for value in written if len(value) > 100)
+    assert values_of(folder, file) == written
+
+
+def test_the_page_cache_gets_no_whole_block(tmp_path: Path) -> None:
+    folder = location(tmp_path)
+    for direct in True, False:
+        file = data_files.new_file(folder, paths.context(), 8 << 20, direct=direct)
+        file.add((in_memory(os.urandom(3 << 20), 1),))
+        file.close()
+        assert is_cached(str(tmp_path / file.path)) is not (direct and is_on_a_device(folder))
+
+
+@pytest.mark.parametrize("refuses", ["open", "open, having made the file", "write", "later write"])
+def test_where_the_system_refuses_the_page_cache_is_used(
+    refuses: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, real_open, real_write, writes = location(tmp_path), os.open, os.write, list[int]()
+    einval = OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+
+    def is_direct(handle: int) -> bool:
+        return bool(fcntl.fcntl(handle, fcntl.F_GETFL) & os.O_DIRECT)
+
+    def open_file(path: str, flags: int, mode: int = 0o777) -> int:
+        if refuses.startswith("open") and flags & os.O_DIRECT:
+            if "made" in refuses:
+                os.close(real_open(path, flags & ~os.O_DIRECT, mode))
+            raise einval
+        return real_open(path, flags, mode)
+
+    def write(handle: int, data: memoryview) -> int:
+        if is_direct(handle):
+            writes.append(len(data))
+            if refuses == "write" or (refuses == "later write" and len(writes) > 1):
+                raise einval
+        return real_write(handle, data)
+
+    monkeypatch.setattr(os, "open", open_file)
+    monkeypatch.setattr(os, "write", write)
+    file, values = direct_file(folder), [os.urandom(3 << 20) for _ in range(3)]
+    for shift, value in enumerate(values):
+        file.add((in_memory(value, shift * 512),))
+    file.close()
+    assert values_of(folder, file) == values
+    if is_on_a_device(folder):
+        assert len(writes) == {"write": 1, "later write": 2}.get(refuses, 0)
+
+
+def test_the_system_takes_fewer_bytes_than_it_is_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, real_write = location(tmp_path), os.write
+    counts = iter([BLOCK, 3 * BLOCK, 1000, 5000, *[1 << 30] * 100])
+    monkeypatch.setattr(os, "write", lambda h, data: real_write(h, data[: next(counts)]))
+    file, values = direct_file(folder), [os.urandom(1 << 20) for _ in range(3)]
+    for value in values:
+        file.add((in_memory(value, 0),))
+    file.close()
+    assert values_of(folder, file) == values

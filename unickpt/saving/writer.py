@@ -307,8 +307,11 @@ class ChunkWriter:
 
     def new_file(self) -> DataFile:
         """A file for a batch."""
-        piece = _BACKGROUND_PIECE if self._source.background else data_files.PIECE_BYTES
-        file = data_files.new_file(self._folder, self._attempt.context, piece, self._flushes)
+        background = self._source.background
+        piece = _BACKGROUND_PIECE if background else data_files.PIECE_BYTES
+        file = data_files.new_file(
+            self._folder, self._attempt.context, piece, self._flushes, direct=background
+        )
         file.views = [observer.begin() for observer in self.observers]
         return file
 
