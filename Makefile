@@ -52,12 +52,14 @@ modules:
 dist: .venv/installed
 	$(BIN)/python tests/dist.py dist
 
-# While lint keeps one core busy, another compiles the tests, which else each process does by itself.
+# Lint runs beside the tests: it says at once what is wrong, and again at the end. Before the tests
+# run, one process compiles them, which else each does by itself.
 TESTED := -m 'not slow and not trainers and not environment'
 test: .venv/installed
-	$(BIN)/python -m pytest $(TESTED) --collect-only -qqq -p no:cacheprovider >/dev/null 2>&1 & \
-		$(MAKE) --no-print-directory lint && { wait; true; }
-	$(BIN)/python -m pytest $(SPREAD) $(TESTED)
+	@$(MAKE) --no-print-directory lint >.venv/lint.log 2>&1 || { cat .venv/lint.log; false; } & \
+		lint=$$!; $(BIN)/python -m pytest $(TESTED) --collect-only -qqq -p no:cacheprovider >/dev/null 2>&1; \
+		$(BIN)/python -m pytest $(SPREAD) $(TESTED); tests=$$?; \
+		wait $$lint || { echo "make lint fails"; exit 1; }; exit $$tests
 
 # The core alone, installed without plug-ins, trainers and formats of others: 3 minutes.
 core: .venv/installed

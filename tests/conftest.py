@@ -5,10 +5,11 @@ from __future__ import annotations
 import gc
 import os
 import re
+import shlex
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
 from types import CodeType
 from typing import Any
@@ -19,7 +20,7 @@ from durations import Recorder
 from environments import environments
 from hypothesis import settings
 from hypothesis.internal.conjecture import providers
-from support import s3_server
+from support import forked, s3_server
 from support.counts import ChunkRead, chunks_read
 from support.forks import Forks
 from support.processes import Processes
@@ -33,7 +34,7 @@ os.environ.setdefault("KERAS_BACKEND", "jax")  # TensorFlow is not installed
 
 # Examples take as long as the machine's load makes them take. The same ones in each run, so that
 # what fails was changed; `make soak` looks for others.
-settings.register_profile("same", deadline=None, derandomize=True)
+settings.register_profile("same", deadline=None, derandomize=True, max_examples=50)
 settings.register_profile("others", deadline=None)
 settings.load_profile("same")
 
@@ -86,6 +87,14 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(Recorder(config), "durations")
     if "UNICKPT_TESTS" not in os.environ:
         _share(config)
+
+
+@pytest.hookimpl(optionalhook=True)  # pytest-xdist may not be there
+def pytest_xdist_setupnodes(specs: Sequence[Any]) -> None:
+    """Has workers, if there are many, forked from one process that has imported what tests do."""
+    for spec in specs:
+        if spec.popen and spec.python is None and len(specs) > 2:
+            spec.python = shlex.join([sys.executable, forked.__file__])
 
 
 def _share(config: pytest.Config) -> None:

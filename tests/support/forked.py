@@ -5,7 +5,8 @@ all of them; what differs, they get before they run: environment, arguments, fol
 else is as in an interpreter of their own: a server runs no thread and starts no backend, so each
 process has its own, may join others, die and leave behind what it likes.
 
-Run as a script this is a server. Those who give it orders connect to its standard input.
+Run as a script this is a server. Those who give it orders connect to its standard input. Or, with
+the arguments of an interpreter, it is a worker of pytest-xdist: see `worker`.
 """
 
 from __future__ import annotations
@@ -59,6 +60,15 @@ PRELOADED = {
     "keras-jax": ("support.keras_on_jax", "unickpt.adapters.jax"),
     "keras-torch": ("support.keras_on_torch", "unickpt.adapters.torch"),
     "orbax": ("orbax.checkpoint", "unickpt.adapters.jax", "unickpt.integrations.orbax"),
+    "tests": (  # all that test modules import
+        "pytest",
+        "jsonschema",
+        "tensorboard.compat.proto.event_pb2",
+        "lightning",
+        "flax",
+        "orbax.checkpoint",
+        "transformers.modeling_flax_pytorch_utils",
+    ),
     "torch": (
         "torch._dynamo",  # imported by torch at the first use of DTensors and of FSDP2
         "torch._functorch.aot_autograd",
@@ -103,6 +113,7 @@ class Server:
             process = subprocess.Popen(
                 [sys.executable, "-W", "ignore", __file__, lock, *modules],
                 stdin=theirs,
+                stdout=2,  # that of a worker is how it talks to pytest
                 env={**os.environ, "PYTHONPATH": path},
             )
         _begun.append(process)  # it may outlive this one, which does not wait for it
@@ -121,15 +132,20 @@ class Server:
         if os.getpid() == owner:  # not in a fork of it
             self._orders.close()
 
-    def start(self, order: Mapping[str, Any], outputs: Sequence[int]) -> Started:
+    def start(
+        self, order: Mapping[str, Any], outputs: Sequence[int], stdin: int | None = None
+    ) -> Started:
         """Starts a process.
 
         Arguments:
-            order: `env` and `folder`, and either `argv`, of a script, or a `source` and its `ARGS`.
+            order: `env` and `folder`, and either `argv`, of a script or from "-c" on, or a `source`
+                and its `ARGS`.
             outputs: the files that are its standard output and standard error.
+            stdin: the file that is its standard input; None: it is empty.
         """
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        files = array.array("i", [theirs.fileno(), *outputs])
+        stdins = [] if stdin is None else [stdin]
+        files = array.array("i", [theirs.fileno(), *stdins, *outputs])
         with self._lock, theirs:
             self._orders.sendmsg(
                 [json.dumps(order).encode()], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, files)]
@@ -260,7 +276,8 @@ def _serve(lock: str, modules: Sequence[str]) -> None:
     listener = socket.socket(fileno=os.dup(0))
     gc.disable()  # what modules define stays
     for module in modules:
-        with contextlib.suppress(ModuleNotFoundError):  # a tree without plug-ins, of `make core`
+        # What is not there, as plug-ins in `make core`, or fails, does so again where it is used.
+        with contextlib.suppress(Exception):
             importlib.import_module(module)
     if "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(1)
@@ -329,7 +346,7 @@ def _take(
     sockets: Sequence[socket.socket],
 ) -> bool:
     """Follows an order; False if there will be no more."""
-    data, files, _, _ = socket.recv_fds(user, ORDER_BYTES, 3)
+    data, files, _, _ = socket.recv_fds(user, ORDER_BYTES, 4)
     if not data:
         return False
     told = socket.socket(fileno=files[0])
@@ -353,12 +370,14 @@ def _take(
 # --- in a process ---------------------------------------------------------------------------------
 
 
-def _become(order: Mapping[str, Any], outputs: Sequence[int]) -> None:
+def _become(order: Mapping[str, Any], files: Sequence[int]) -> None:
     """Does what the order says, and ends."""
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    for target, output in enumerate((nothing, *outputs)):
-        os.dup2(output, target)
-        os.close(output)
+    if len(files) < 3:
+        files = [os.open(os.devnull, os.O_RDONLY), *files]
+    for target, file in enumerate(files):
+        os.dup2(file, target)
+        os.close(file)
+    sys.stdin = open(0, closefd=False)  # noqa: SIM115
     sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", 1, closefd=False)  # noqa: SIM115
     code = 1
     try:
@@ -393,17 +412,42 @@ def _prepare(order: Mapping[str, Any]) -> None:
 
 
 def _run(argv: Sequence[str]) -> None:
-    """Does what `python -W ignore script arguments...` does."""
+    """Does what `python -W ignore script arguments...` does, or `python -c source`."""
+    main = types.ModuleType("__main__")
+    main.__builtins__ = builtins  # type: ignore[attr-defined]
+    sys.modules["__main__"] = main
+    if argv[0] == "-c":
+        sys.argv, sys.warnoptions[:] = ["-c", *argv[2:]], []
+        exec(compile(argv[1], "<string>", "exec"), main.__dict__)
+        return
     script, sys.argv = argv[0], list(argv)
     first = str(Path(script).parent)
     path = [each for each in os.environ.get("PYTHONPATH", "").split(os.pathsep) if each]
     sys.path[:0] = [each for each in (first, *path) if each not in sys.path]
-    main = types.ModuleType("__main__")
-    main.__file__, main.__builtins__ = script, builtins  # type: ignore[attr-defined]
-    sys.modules["__main__"] = main
+    main.__file__ = script
     exec(compile(Path(script).read_bytes(), script, "exec"), main.__dict__)
+
+
+# --- a worker of pytest-xdist ---------------------------------------------------------------------
+
+
+def worker(argv: Sequence[str]) -> int:
+    """Has a server fork what `python argv...` would start, with the files of this process.
+
+    All workers import what tests import, which takes each ten seconds of a core.
+
+    Returns: how it ended.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the worker handles it
+    order = {"argv": argv[argv.index("-c") :], "env": dict(os.environ), "folder": os.getcwd()}
+    code = server(*PRELOADED["tests"]).start(order, [1, 2], stdin=0).ended()
+    assert code is not None
+    return code if code >= 0 else 128 - code
 
 
 if __name__ == "__main__":
     del sys.path[0]  # the folder of this file
+    if "-c" in sys.argv:
+        sys.path.insert(0, str(Path(__file__).parent.parent))
+        sys.exit(worker(sys.argv[1:]))
     _serve(sys.argv[1], sys.argv[2:])
