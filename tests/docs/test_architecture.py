@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,11 @@ WINGS = sorted(
     if any(file.endswith(".py") for file in files)
 )
 FILES = [path for wing in WINGS for path in sorted((ROOT / wing).glob("*.py"))]
+
+
+@cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
 
 
 def test_the_list_of_modules_says_what_each_is_for() -> None:
@@ -55,7 +61,7 @@ def test_every_function_on_the_way_of_a_save_and_of_a_load_exists() -> None:
 def functions_of(file: str) -> set[str]:
     """The functions of a module, and the methods of its classes."""
     path = ROOT / file if (ROOT / file).exists() else ROOT / "unickpt" / file
-    body = ast.parse(path.read_text()).body
+    body = parsed(path).body
     found = {node.name for node in body if isinstance(node, ast.FunctionDef)}
     for kind in (node for node in body if isinstance(node, ast.ClassDef)):
         methods = (node for node in kind.body if isinstance(node, ast.FunctionDef))
@@ -79,8 +85,8 @@ def test_no_function_is_longer_than_58_lines() -> None:
     """Of a function its body counts: the arguments of a command and a docstring can be a page."""
     long = []
     for path in FILES:
-        text, name = path.read_text(), str(path.relative_to(ROOT))
-        for node in ast.walk(ast.parse(text)):
+        name = str(path.relative_to(ROOT))
+        for node in ast.walk(parsed(path)):
             if isinstance(node, ast.FunctionDef):
                 body = node.body[1:] if ast.get_docstring(node) else node.body
                 lines = body[-1].end_lineno - body[0].lineno + 1 if body else 0  # type: ignore[operator]
@@ -95,7 +101,7 @@ def test_no_class_of_the_core_has_more_than_20_methods() -> None:
     core = [path for path in FILES if path.relative_to(ROOT).parts[0] == "unickpt"]
     larger = {}
     for path in core:
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(parsed(path)):
             if isinstance(node, ast.ClassDef):
                 names = {n.name for n in node.body if isinstance(n, FUNCTIONS)}
                 if len(names) > MOST_METHODS_OF_A_CLASS:
@@ -116,7 +122,7 @@ def test_saves_and_runs_know_no_feature_by_name() -> None:
     for path in FILES:
         if path.relative_to(ROOT).parts[:2] not in {("unickpt", room) for room in CORE_OF_SAVES}:
             continue
-        for name in identifiers(ast.parse(path.read_text())):
+        for name in identifiers(parsed(path)):
             parts = re.split(r"_|\.|(?<=[a-z])(?=[A-Z])", name)
             if FEATURE_WORDS & {part.lower() for part in parts}:
                 named.add((path.name, name))

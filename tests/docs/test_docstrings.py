@@ -35,6 +35,7 @@ def test_docstrings(name: str) -> None:
         if not (known and name.startswith("unickpt.integrations.")):
             raise
         pytest.skip(str(missing))
-    result = doctest.testmod(module, verbose=False)
-    assert result.failed == 0, f"{result.failed} examples of {name} fail; see above"
+    if ">>>" in Path(str(module.__file__)).read_text():
+        result = doctest.testmod(module, verbose=False)
+        assert result.failed == 0, f"{result.failed} examples of {name} fail; see above"
     assert sys.modules[name] is module

@@ -7,6 +7,7 @@ import os
 import re
 from collections import defaultdict
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -24,18 +25,21 @@ MOST_CLASSES = 3
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 
-def modules() -> Iterator[tuple[str, ast.Module]]:
-    for top in TOPS:
-        for folder, _, files in os.walk(ROOT / top):  # which follows no links
-            for file in sorted(files):
-                if file.endswith(".py"):
-                    path = Path(folder) / file
-                    yield str(path.relative_to(ROOT)), ast.parse(path.read_text())
+@cache
+def modules() -> dict[str, list[ast.AST]]:
+    """The nodes of each module, by its path."""
+    return {
+        str(path.relative_to(ROOT)): [*ast.walk(ast.parse(path.read_text()))]
+        for top in TOPS
+        for folder, _, files in os.walk(ROOT / top)  # which follows no links
+        for path in sorted(Path(folder) / file for file in files)
+        if path.suffix == ".py"
+    }
 
 
-def bindings(tree: ast.Module) -> Iterator[str]:
+def bindings(nodes: list[ast.AST]) -> Iterator[str]:
     """The names of arguments, variables and functions."""
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.arg):
             yield node.arg
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
@@ -46,15 +50,17 @@ def bindings(tree: ast.Module) -> Iterator[str]:
 
 @pytest.mark.integration  # parses all files
 def test_ever_fewer_names_say_nothing() -> None:
-    counts = {path: sum(name in SAY_NOTHING for name in bindings(t)) for path, t in modules()}
+    counts = {
+        path: sum(name in SAY_NOTHING for name in bindings(n)) for path, n in modules().items()
+    }
     most = sorted(counts.items(), key=lambda item: -item[1])[:10]
     assert sum(counts.values()) <= MOST_BINDINGS, f"name what they hold; most are in {most}"
 
 
 def test_ever_fewer_classes_share_a_name() -> None:
     homes = defaultdict(set)
-    for path, tree in modules():
-        for node in ast.walk(tree):
+    for path, nodes in modules().items():
+        for node in nodes:
             if isinstance(node, ast.ClassDef):
                 homes[node.name.lstrip("_")].add(path)
     shared = {name: sorted(paths) for name, paths in homes.items() if len(paths) > 1}
@@ -91,8 +97,8 @@ def documented(docstring: str) -> Iterator[str]:
 @pytest.mark.integration  # parses all files
 def test_docstrings_describe_parameters_that_there_are() -> None:
     wrong = []
-    for path, tree in modules():
-        for node in ast.walk(tree):
+    for path, nodes in modules().items():
+        for node in nodes:
             if isinstance(node, ast.ClassDef):
                 names = parameters_of_class(node)
             elif isinstance(node, FUNCTIONS):
