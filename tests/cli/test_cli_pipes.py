@@ -18,6 +18,8 @@ COMMANDS = {
     "presets litgpt-llama": 0, "verify a": 0, "verify bad": 1, "verify bad --json": 1,
     "diff a a": 0, "diff a b": 1, "inspect nothing": 2, "--help": 0,
 }  # fmt: skip
+# Other commands print as these do.
+ALIKE = {"inspect a --json", "inspect a --all", "verify bad --json", "diff a a"}
 
 
 def _size(path: Path) -> int:
@@ -36,7 +38,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize(
+    "command",
+    [
+        pytest.param(command, marks=[pytest.mark.slow] if command in ALIKE else [])
+        for command in COMMANDS
+    ],
+)
 def test_a_closed_pipe_changes_no_exit_code(command: str, folder: Path) -> None:
     reader, writer = os.pipe()
     os.close(reader)  # nothing is read at all: every write fails

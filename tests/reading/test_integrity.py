@@ -142,7 +142,7 @@ def check_flips(results: list[list[Any]]) -> None:
 
 
 def test_no_changed_byte_gets_through(forks: Forks, checkpoint: Path, tmp_path: Path) -> None:
-    check_flips(probe(forks, checkpoint, tmp_path, flips(checkpoint, 13)))
+    check_flips(probe(forks, checkpoint, tmp_path, flips(checkpoint, 29)))
 
 
 @pytest.mark.slow

@@ -90,13 +90,16 @@ CASES = _cases()
 
 
 def _params() -> list[Any]:
-    """All cases; those that differ from others in the sizes alone are run by `make soak`."""
+    """All cases; `make soak` runs those that differ from others in the sizes alone, or in what
+    another family or configuration has in common with the first one of its preset."""
     found, seen = [], set()
     for case in CASES:
         preset, family, name, variant, size = case
-        # The sizes of which the presets were made, once for each configuration of a family.
-        again = size == 0 and (family, variant) in seen
-        seen.add((family, variant))
+        is_first = variant == 0 and family == FAMILIES[preset][0][0]
+        # The sizes of which the presets were made, once for each preset.
+        alike = preset if size == 0 else (family, variant, name if is_first else "")
+        again = alike in seen
+        seen.add(alike)
         found.append(
             pytest.param(
                 case,

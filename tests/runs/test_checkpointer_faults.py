@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import random
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support import TESTS
@@ -140,15 +142,28 @@ class Run:
                     assert len(os.listdir(folder / name / "processes")) == 1
 
 
-@pytest.mark.parametrize("tiers", [1, 2])
-@pytest.mark.parametrize("doomed", [0, 1])
+COPY_STEPS = [
+    ("tools.copying:_copy_values", "during"),
+    ("commit.root.Root:replace", "before"),
+    ("tools.copying:check_copy", "after"),
+]
+COMMITS = {"publish", "_write_root", "remove"}
+"""The steps at which a job with two tiers is killed as well; `make soak` tries all."""
+
+
+def killed_jobs() -> Iterator[Any]:
+    for doomed, steps in enumerate((COORDINATORS_STEPS, STEPS)):
+        yield pytest.param(doomed, 1, steps, id=f"{doomed}-1")
+        commits = [each for each in steps if each[0].rpartition(":")[2] in COMMITS]
+        copies = [] if doomed else COPY_STEPS
+        yield pytest.param(doomed, 2, commits + copies, id=f"{doomed}-2")
+        yield pytest.param(doomed, 2, steps + copies, id=f"{doomed}-2-all", marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(("doomed", "tiers", "steps"), [*killed_jobs()])
 def test_a_job_killed_at_any_step_loses_nothing(
-    doomed: int, tiers: int, forks: Forks, tmp_path: Path
+    doomed: int, tiers: int, steps: list[tuple[str, str]], forks: Forks, tmp_path: Path
 ) -> None:
-    steps = [*(STEPS if doomed else COORDINATORS_STEPS)]
-    if tiers == 2 and doomed == 0:
-        steps += [("tools.copying:_copy_values", "during"), ("commit.root.Root:replace", "before")]
-        steps += [("tools.copying:check_copy", "after")]
     runs = []
     for number, (step, when) in enumerate(steps):
         local = tmp_path / f"local_{number}" if tiers == 2 else None

@@ -190,9 +190,18 @@ WAYS: dict[str, Callable[[str, str], bytes]] = {
 }
 
 
-def all_of_them(mark: str) -> Iterator[tuple[str, bytes]]:
-    """What each is, and a dict of one value as a pickle of protocol 2 or 4."""
+def all_of_them(mark: str, every: int = 1) -> Iterator[tuple[str, bytes]]:
+    """What each is, and a dict of one value as a pickle of protocol 2 or 4.
+
+    Arguments:
+        mark: what is to be made, were it run.
+        every: each target comes in this part of the ways, and each way with this part of the
+            targets.
+    """
     for number, ((target, arg), way) in enumerate(itertools.product(TARGETS, WAYS)):
+        row, column = divmod(number, len(WAYS))
+        if (row + column) % every:
+            continue
         code = WAYS[way](target, arg.replace(MARK, mark))
         protocol = b"\x80\x02" if number % 2 else b"\x80\x04"
         yield f"{way}: {target}", protocol + b"}" + _text("found") + code + b"s."

@@ -124,7 +124,7 @@ def same_local_state(one: Any, two: Any) -> bool:
 
 # --- random layouts -------------------------------------------------------------------------------
 
-FUZZED = 20  # with five of each size of chunks
+FUZZED = 12  # with three of each size of chunks
 CHUNK_BYTES = (8, 40, 200, 8 << 20)
 EXTENTS = (1, 2, 3, 4, 5, 7, 8, 12, 13)
 DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.uint8)
@@ -327,14 +327,14 @@ def check_fsdp_over_tp(folder: Path, mesh: DeviceMesh, rows_of_wide: Sequence[in
 def fsdp2_over_tensor_parallelism(folder: Path) -> None:
     """dp=3, tp=2, 7 rows: torch's own offsets are wrong there."""
     mesh = make_mesh("cpu", (3, 2), mesh_dim_names=("dp", "tp"))
-    check_fsdp_over_tp(folder, mesh, (7, 1, 6, 13))
+    check_fsdp_over_tp(folder, mesh, (7, 1))
 
 
 @ranks(6, 8)
 def hybrid_sharding_over_tensor_parallelism(folder: Path) -> None:
     grid = {6: (1, 3, 2), 8: (2, 2, 2)}[dist.get_world_size()]
     mesh = make_mesh("cpu", grid, mesh_dim_names=("rep", "dp", "tp"))
-    check_fsdp_over_tp(folder, mesh, (7, 2))
+    check_fsdp_over_tp(folder, mesh, (13, 2) if dist.get_world_size() == 8 else (13,))
 
 
 @ranks(6)

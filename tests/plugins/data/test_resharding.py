@@ -36,7 +36,9 @@ def test_grain(kind: str, tmp_path: Path, processes: Processes) -> None:
     there_and_back(processes, tmp_path, kind, 28)
 
 
-@pytest.mark.parametrize("kind", ["grain_dataset", "grain_loader"])
+@pytest.mark.parametrize(
+    "kind", ["grain_dataset", pytest.param("grain_loader", marks=pytest.mark.trainers)]
+)
 def test_grain_with_worker_processes(kind: str, tmp_path: Path, processes: Processes) -> None:
     # A worker imports Grain anew, which takes a second, and each shard has one.
     begun = [job(processes, tmp_path, kind, 0, 2, 5, shards=2, workers=1)]

@@ -220,11 +220,11 @@ def ranks(root: str, how: str, dense: str, k: str, layers: str) -> None:
 @pytest.mark.parametrize(
     ("how", "dense", "k", "layers"),
     [
-        ("stacked", "DTensor", 4, 4),
+        pytest.param("stacked", "DTensor", 4, 4, marks=pytest.mark.slow),
         ("apart", "plain", 2, 4),
         # By their turns, 4 or 2 of 8 ranks write an expert: the others write more of what is none.
         ("stacked", "DTensor", 4, 1),
-        ("apart", "DTensor", 2, 1),
+        pytest.param("apart", "DTensor", 2, 1, marks=pytest.mark.slow),
     ],
 )
 def test_ranks_write_as_much_each(

@@ -70,7 +70,18 @@ def check(path: str, whole: Callable[[int], Any], steps: int) -> None:
         assert report.ok, report.damage
 
 
-@pytest.mark.parametrize("count", [1, 2])
+def stored(values: tuple[Any, Any]) -> list[Any]:
+    """Each kind of folder with both values; of object storage, `make soak` tries the first."""
+    return [
+        pytest.param(
+            run, value, marks=[pytest.mark.slow] if (run, value) == ("s3", values[0]) else []
+        )
+        for run in ("links", "memory", "s3")
+        for value in values
+    ]
+
+
+@pytest.mark.parametrize(("run", "count"), stored((1, 2)), indirect=["run"])
 def test_quantised_experts_are_as_a_whole_save_quantises_them(
     run: str, count: int, tmp_path: Path
 ) -> None:
@@ -210,7 +221,7 @@ def drifting(step: int) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("reuse", ["digest", "patch"])
+@pytest.mark.parametrize(("run", "reuse"), stored(("digest", "patch")), indirect=["run"])
 def test_experts_with_reuse(run: str, reuse: Any) -> None:
     keys = {KEY: 2, "up": (0, 2)}
     second, steps = (3, 6) if run.startswith("s3") else (5, 9)

@@ -90,8 +90,7 @@ def remove(path: str) -> None:
 def test_each_of_70_versions_opens_with_few_patches(
     run: str, request: pytest.FixtureRequest
 ) -> None:
-    # Where the values of others are referred to, memory has all 70.
-    count = {"s3": 9, "no links": 20}.get(request.node.callspec.params["run"], 70)
+    count = {"s3": 9, "disk": 70}.get(request.node.callspec.params["run"], 20)
     states, written = [tree()], 0
     save(f"{run}/0", states[0])
     for n in range(1, count):

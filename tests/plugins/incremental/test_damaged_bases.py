@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -83,8 +83,16 @@ HARMS: dict[str, Callable[[Path], Any]] = {
 }
 
 
-@pytest.mark.parametrize("reuse", ["digest", "patch"])
-@pytest.mark.parametrize("what", HARMS)
+def harmed() -> Iterator[Any]:
+    """Each harm with each kind of reuse: one with links, the other without; slow tests have all."""
+    for row, what in enumerate(HARMS):
+        for column, reuse in enumerate(("digest", "patch")):
+            for number, links in enumerate(("links", "no links")):
+                marks = [pytest.mark.slow] if (row + column + number) % 2 else []
+                yield pytest.param(what, reuse, links, marks=marks)
+
+
+@pytest.mark.parametrize(("what", "reuse", "links"), [*harmed()], indirect=["links"])
 def test_later_saves_are_whole(
     what: str, reuse: Any, links: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

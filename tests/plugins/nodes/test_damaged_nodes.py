@@ -42,6 +42,21 @@ WHAT = {flip: "array '[vw]' ", truncate: "array ", empty: "array ", Path.unlink:
 DAMAGES = [*WHAT]
 
 
+def pairs(others: int) -> list[Any]:
+    """Each protection with each damage: two tests share them, and `make soak` runs all in both.
+
+    Arguments:
+        others: 0 or 1, of the two tests.
+    """
+    return [
+        pytest.param(
+            protection, way, marks=[pytest.mark.slow] if (row + column) % 2 != others else []
+        )
+        for row, protection in enumerate(PROTECTIONS)
+        for column, way in enumerate(DAMAGES)
+    ]
+
+
 @pytest.fixture
 def cluster(processes: Processes, tmp_path: Path) -> Cluster:
     return Cluster(processes, tmp_path)
@@ -61,8 +76,7 @@ def settings(protection: str, **arguments: Any) -> dict[str, Any]:
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize("way", DAMAGES)
-@pytest.mark.parametrize("protection", PROTECTIONS)
+@pytest.mark.parametrize(("protection", "way"), pairs(0))
 def test_damaged_files_are_read_from_copies_and_sums(
     protection: str, way: Callable[..., Any], cluster: Cluster
 ) -> None:
@@ -89,8 +103,7 @@ def test_a_damaged_file_that_nothing_else_has_is_named(
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize("way", DAMAGES)
-@pytest.mark.parametrize("protection", PROTECTIONS)
+@pytest.mark.parametrize(("protection", "way"), pairs(1))
 def test_damaged_files_are_uploaded_from_copies_and_sums(
     protection: str, way: Callable[..., Any], cluster: Cluster
 ) -> None:

@@ -427,10 +427,17 @@ def test_array_data_of_the_root_are_read_only_where_no_node_has_them(
     s3_server.remove_bucket(moto, bucket)
 
 
-@pytest.mark.parametrize("protection", ["replicas", "parity"])
 @pytest.mark.parametrize(
-    ("count", "kills"),
-    [(3, 3), (8, 2), *(pytest.param(count, 60, marks=LONG) for count in (2, 3, 8))],
+    ("count", "kills", "protection"),
+    [
+        (3, 3, "replicas"),
+        (8, 2, "parity"),
+        *(
+            pytest.param(count, 60, protection, marks=LONG)
+            for count in (2, 3, 8)
+            for protection in ("replicas", "parity")
+        ),
+    ],
 )
 def test_a_node_that_dies_at_any_moment_costs_at_most_one_step(
     count: int, kills: int, protection: str, cluster: Cluster
