@@ -181,6 +181,7 @@ def run_alone(job: Job, folder: Path) -> Took:
 # --- loads ----------------------------------------------------------------------------------------
 
 _ROUND_BYTES = 64 << 20  # as with 256 MiB of memory
+_OF_NODE = 8  # processes
 _CHUNK_BYTES = 8 << 20
 
 
@@ -213,7 +214,7 @@ class Scheduled:
         rounds: if all processes were like it.
         chunks: that it needs.
         read: of these, those that it reads itself.
-        sent: boxes of these that it sends.
+        sent: boxes of these that it sends; to a node those that several need only once.
     """
 
     seconds: float
@@ -235,8 +236,9 @@ def run_schedule(entries: Sequence[ArrayEntry], layout: Layout, process: int) ->
     Path("/proc/self/clear_refs").write_text("5")  # the peak is that from now on
     before, started = _memory("VmRSS"), time.process_time()
     demands = {e.name: [Demand.from_source(Unchanged(e), layout, e.shape)] for e in entries}
+    nodes = np.arange(max(layout.mesh.processes) + 1) // _OF_NODE
     plan = JobPlan(
-        entries, lambda e, seed: LayoutPlan(e, demands[e.name], process, seed), _ROUND_BYTES
+        entries, lambda e, seed: LayoutPlan(e, demands[e.name], process, seed, nodes), _ROUND_BYTES
     )
     start = rounds = read = sent = 0
     while start < plan.end:
@@ -244,7 +246,9 @@ def run_schedule(entries: Sequence[ArrayEntry], layout: Layout, process: int) ->
         for array, positions in plan.parts(start, stop):
             own = np.flatnonzero(array.readers[positions.start : positions.stop] == process)
             read += len(own)
-            sent += sum(len(array.receivers(positions[n]).processes) for n in own.tolist())
+            for n in own.tolist():
+                receivers = array.receivers(positions[n])
+                sent += len(array.first_receivers(positions[n], receivers))
         start, rounds = stop, rounds + 1
     seconds, memory = time.process_time() - started, _memory("VmHWM") - before
     return Scheduled(seconds, memory, rounds, sum(plan.counts.values()), read, sent)

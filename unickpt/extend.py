@@ -236,6 +236,7 @@ if _CHECKING:
     from unickpt.format.writer_registry import make_writer, register_writer, unregister_writer
     from unickpt.frameworks.adapter_protocol import ArrayTarget
     from unickpt.frameworks.members import Members
+    from unickpt.frameworks.memory_limits import node_name
     from unickpt.frameworks.process_group import launched_index, launched_together
     from unickpt.reading.array_reader import (
         Filled,
@@ -345,7 +346,8 @@ __all__ = [
     "launched_index", "launched_together", "layout_text", "leaf_text", "leaves_of_tree",
     "leaves_of_view", "leaving_out", "linear_index", "loaded_together", "local_folders",
     "lost_boxes", "make_writer", "members_of", "meshes_of", "moments_among", "name_component",
-    "name_matches", "natural_key", "new_session", "numbered_parts", "on_process_0", "open_own",
+    "name_matches", "natural_key", "new_session", "node_name", "numbered_parts", "on_process_0",
+    "open_own",
     "open_reader", "opened_checkpoint", "other_folders", "parsed_types", "parts_of_array",
     "parts_of_boxes", "plain_length", "plain_to_json", "plan_load", "plan_rules", "prepare_buffers",
     "printable", "process_names", "progress_reports", "put_nested", "quoted", "raw_chunk",
@@ -387,6 +389,7 @@ _LATER = {
     ),
     "arrays.index_map": "Dim, linear_index",
     "frameworks.members": "Members",
+    "frameworks.memory_limits": "node_name",
     "frameworks.process_group": "launched_index, launched_together",
     "frameworks.adapter_protocol": "ArrayTarget",
     "reading.array_reader": (

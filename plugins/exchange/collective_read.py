@@ -3,6 +3,8 @@
 Which process reads and sends what follows from the layouts (`layout_schedule`), if all processes
 describe an array alike (`demands`); of other arrays they first send each other the boxes that they
 need. Then they exchange, in rounds, boxes of the chunks that they have read (`shared_read`).
+Where several processes of a node need the same box, one of them gets it from another node, and
+passes it on.
 """
 
 from __future__ import annotations
@@ -36,6 +38,7 @@ from unickpt.extend import (
     all_gather_bytes,
     dtype_from_name,
     members_of,
+    node_name,
     process_names,
     reporting,
 )
@@ -43,6 +46,7 @@ from unickpt.plugins.exchange.demands import DemandDescription, Demands
 from unickpt.plugins.exchange.layout_schedule import ArrayPlan, JobPlan, LayoutPlan, WantedPlan
 from unickpt.plugins.exchange.shared_read import (
     Exchange,
+    Hop,
     SharedChunk,
     SharedRead,
     Waiting,
@@ -63,8 +67,8 @@ _IN_FLIGHT = 4  # buffers in the budget: for two rounds, what is sent and what i
 
 # A failure; what a process reports; how long the step before took it.
 _MESSAGE = msgspec.json.Decoder(tuple[tuple[str, str] | None, msgspec.Raw, float])
-# The identity of the checkpoint, its path for messages, and the needs.
-_OPENED = msgspec.json.Decoder(tuple[str, str, DemandDescription])
+# The identity of the checkpoint, its path for messages, the needs, and the node.
+_OPENED = msgspec.json.Decoder(tuple[str, str, DemandDescription, str])
 _WANTS = msgspec.json.Decoder(Wants)
 
 # A caller may recover from these with a newer or older checkpoint or a copy; then all must.
@@ -100,10 +104,10 @@ class _Unreachable(ProcessFailed):
 
 
 class _Messages:
-    """The messages to or from each process in a round: a header, then boxes."""
+    """The messages to or from each process in a round: a header, if there is one, then boxes."""
 
-    def __init__(self, count: int) -> None:
-        self.sizes = [_HEADER] * count
+    def __init__(self, count: int, header: int = _HEADER) -> None:
+        self.sizes = [header] * count
         self._boxes: dict[tuple[str, int], list[tuple[Box, int, int]]] = {}
 
     def add(self, chunk: SharedChunk, box: Box, process: int) -> None:
@@ -128,19 +132,24 @@ class _Messages:
 
 
 class _RoundOfMessages:
-    """A round in which chunks are sent: to each process the boxes that it needs."""
+    """A round in which chunks are sent: to each process the boxes that it needs. If boxes are
+    relayed, a second exchange follows within the nodes."""
 
     def __init__(self, job: _JobRead, chunks: Sequence[SharedChunk]) -> None:
-        self._job, me = job, job.index
-        self._sent, self._received = _Messages(job.group.count), _Messages(job.group.count)
+        self._job, self._chunks, count = job, chunks, job.group.count
+        self._sent, self._received = _Messages(count), _Messages(count)
+        self._passed, self._gained = _Messages(count, 0), _Messages(count, 0)
         for chunk in chunks:
-            for process, boxes in chunk.wanted_boxes.items():
-                for box in boxes:
-                    if chunk.owner == me != process:
-                        self._sent.add(chunk, box, process)
-                    elif process == me != chunk.owner:
-                        self._received.add(chunk, box, chunk.owner)
+            for hop in _direct_hops(chunk) if chunk.hops is None else chunk.hops:
+                sent, received = self._sent, self._received
+                if hop.is_relayed:
+                    sent, received = self._passed, self._gained
+                if hop.sender == job.index:
+                    sent.add(chunk, hop.box, hop.receiver)
+                elif hop.receiver == job.index:
+                    received.add(chunk, hop.box, hop.sender)
         self._outbox = np.empty(sum(self._sent.sizes), np.uint8)
+        self._relayed = np.empty(sum(self._passed.sizes), np.uint8)
 
     def to_fill(self, chunk: SharedChunk) -> Sequence[tuple[Box, Array]]:
         return self._sent.views(self._outbox, chunk)
@@ -161,9 +170,31 @@ class _RoundOfMessages:
         if error is not None or failed.any():
             job.gather_reports(error)
         job.end_round(int(ends.min()))
+        if job.relays:
+            self._relay()
+
+    def _relay(self) -> None:
+        """Passes boxes on to the others of this node."""
+        for chunk in self._chunks:
+            memories = self._passed.views(self._relayed, chunk)
+            boxes = dict(self._received.views(self._inbox, chunk)) if memories else {}
+            for box, memory in memories:
+                memory[...] = boxes[box]
+        with _reaching():
+            self._gains = self._job.group.exchange(
+                self._relayed, self._passed.sizes, self._gained.sizes
+            )
 
     def received(self, chunk: SharedChunk) -> Sequence[tuple[Box, Array]]:
-        return self._received.views(self._inbox, chunk)
+        boxes = self._received.views(self._inbox, chunk)
+        return [*boxes, *self._gained.views(self._gains, chunk)] if self._job.relays else boxes
+
+
+def _direct_hops(chunk: SharedChunk) -> Iterator[Hop]:
+    """From the reader of a chunk to all others that need it."""
+    for process, boxes in chunk.wanted_boxes.items():
+        for box in boxes if process != chunk.owner else ():
+            yield Hop(box, chunk.owner, process)
 
 
 class _JobRead:
@@ -175,6 +206,8 @@ class _JobRead:
     def __init__(self, group: Group, options: LoadOptions, counts: LoadCounts) -> None:
         self.group, self.index, self._options = group, group.index, options
         self._counts, self.waiting = counts, Waiting(counts, group.index)
+        self.relays = False
+        """Whether boxes are relayed, on any process."""
         self._has_reported = False
         self.progress: Callable[[int, int], None] | None = None
         self._ends = deque[int]()  # of rounds that have not begun
@@ -200,10 +233,14 @@ class _JobRead:
         opened = f"{stored.identity} {self._options.verify}", stored.label
         description = demands.description()
         self._has_reported = True
-        reports = list(map(_OPENED.decode, self.gather_reports(None, (*opened, description))))
-        self._check_same([identity for identity, _, _ in reports], [path for _, path, _ in reports])
+        report = *opened, description, node_name()
+        reports = list(map(_OPENED.decode, self.gather_reports(None, report)))
+        identities, paths, descriptions, names_of_nodes = zip(*reports, strict=True)
+        self._check_same(identities, paths)
+        nodes = np.unique(names_of_nodes, return_inverse=True)[1]
+        self.relays = 1 < nodes.max() + 1 < len(nodes)
         chunks_by_array: dict[str, list[SharedChunk]] = {}
-        if demands.settle([theirs for _, _, theirs in reports]):
+        if demands.settle(descriptions):
             wants = {n: boxes for n, boxes in wants_of(jobs).items() if not demands.demands_for(n)}
             all_wants = list(map(_WANTS.decode, self.gather_reports(None, wants)))
             names = set[str]().union(*all_wants)
@@ -215,7 +252,9 @@ class _JobRead:
         def plan(entry: ArrayEntry, first: int) -> ArrayPlan | None:
             of_layouts = demands.demands_for(entry.name)
             if of_layouts is not None:
-                return LayoutPlan(entry, of_layouts, self.index, first)
+                return LayoutPlan(
+                    entry, of_layouts, self.index, first, nodes if self.relays else None
+                )
             chunks = chunks_by_array.get(entry.name)
             return None if chunks is None else WantedPlan(chunks, self.index)
 

@@ -4,13 +4,16 @@ A layout says by arithmetic which processes need a chunk: along each dimension, 
 meet it are neighbours. So every process finds the reader of a chunk without the needs of the
 others. It computes only the chunks that it needs, array by array, in arrays of NumPy; for those
 that it reads, also who gets what.
+
+Between nodes, a box goes to one of the processes that need it on each other node, its relay, which
+passes it on within the node. A different one relays each chunk.
 """
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, reduce
 from itertools import pairwise
@@ -28,12 +31,13 @@ from unickpt.extend import (
     linear_index,
     numbered_parts,
 )
-from unickpt.plugins.exchange.shared_read import SharedChunk, moved_bytes
+from unickpt.plugins.exchange.shared_read import Hop, SharedChunk, moved_bytes
 from unickpt.types import Box, Layout, Mesh
 
 Numbers = np.ndarray[Any, np.dtype[np.int64]]
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # 2 ** 64 divided by the golden ratio
+_RELAY = np.uint64(0x6A09E667F3BCC909)  # 2 ** 64 times the root of 2, less 1: not in step with that
 _HALF = np.uint64(32)  # bits
 _BOX_BYTES = 512  # of memory for a box that is sent or received, beyond its elements
 _MOST_KEPT = 1 << 16  # chunks whose plans are kept until they are read
@@ -229,6 +233,13 @@ class Demand:
         dims = [m.target for m in self.maps if m.target >= 0]
         return sorted((h for h in places if -1 not in h), key=lambda h: [h[dim] for dim in dims])
 
+    def holders_of(self, place: Sequence[int]) -> Numbers:
+        """The processes that hold a piece, as from `held_by`: one for each device."""
+        along = zip(self.pieces, place, strict=True)
+        device = sum(int(pieces.device(np.array(piece))) for pieces, piece in along)
+        holders: Numbers = self.layout.mesh.grid.ravel()[device + self.replicas]
+        return holders
+
     def boxes_of(self, process: int) -> set[Box]:
         """The boxes of the requested array that a process holds."""
         boxes = set[Box]()
@@ -291,7 +302,8 @@ def _unravel(number: int, shape: Sequence[int]) -> list[int]:
 
 
 class Receivers(NamedTuple):
-    """Who gets which box of a chunk: for each box the process, and its ends along each dimension.
+    """Who gets which box of a chunk: for each box the process, its ends along each dimension, and
+    the number of the piece, which all replicas of it share.
 
     All processes that need the chunk count, also the one that reads it.
     """
@@ -299,6 +311,7 @@ class Receivers(NamedTuple):
     processes: Numbers
     start: Numbers
     stop: Numbers
+    pieces: Numbers
 
     @property
     def boxes(self) -> dict[int, list[Box]]:
@@ -370,11 +383,17 @@ class _Crossing:
         """The number of devices that need each of some chunks."""
         return _product(len(self._demand.replicas), self._count, indices)
 
-    def sent_at(self, indices: Sequence[Numbers]) -> Any:
-        """The most elements that all devices together need of each of some chunks."""
+    def sent_at(self, indices: Sequence[Numbers], most: int | None) -> Any:
+        """The most elements that the reader of each of some chunks sends.
+
+        Arguments:
+            indices: of the chunks.
+            most: how many processes it sends a box to; None for all that need it.
+        """
         pairs = zip(self._start, self._stop, strict=True)
         sizes = [np.maximum(stop - start, 0) for start, stop in pairs]
-        return _product(len(self._demand.replicas), sizes, indices)
+        replicas = len(self._demand.replicas)
+        return _product(replicas if most is None else min(replicas, most), sizes, indices)
 
     def process_at(self, indices: Sequence[Numbers], which: Numbers) -> Numbers:
         """For each of some chunks the process of a device that needs it.
@@ -417,13 +436,14 @@ class _Crossing:
             once.sort()
             box, processes = box[once], processes[once]
         start, stop = np.empty((len(box), rank), np.int64), np.empty((len(box), rank), np.int64)
+        piece = box
         for dim in reversed(range(rank)):
             if counts[dim] == 1:
                 start[:, dim], stop[:, dim] = ends[dim][0][0], ends[dim][1][0]
                 continue
             box, along = np.divmod(box, max(1, counts[dim]))
             start[:, dim], stop[:, dim] = ends[dim][0][along], ends[dim][1][along]
-        return Receivers(processes, start, stop)
+        return Receivers(processes, start, stop, piece)
 
     def _piece(self, dim: int, place: Sequence[int]) -> int:
         target = self._demand.maps[dim].target
@@ -475,13 +495,20 @@ class LayoutPlan:
             processes.
         process: the index of this process.
         seed: the number of the array's first chunk among those of the checkpoint.
+        nodes: the number of each process's node; None if nothing is relayed.
     """
 
     def __init__(
-        self, entry: ArrayEntry, demands: Sequence[Demand], process: int, seed: int = 0
+        self,
+        entry: ArrayEntry,
+        demands: Sequence[Demand],
+        process: int,
+        seed: int = 0,
+        nodes: Numbers | None = None,
     ) -> None:
-        self.entry, self._process, self._seed = entry, process, seed
+        self.entry, self._process, self._seed, self._nodes = entry, process, seed, nodes
         self._boxes = list[Box]()  # that this process needs, in the order in which they are sent
+        self._mates = list[Numbers]()  # for each, the processes of this node that need it
         pieces = list[tuple[int, tuple[int, ...]]]()
         for which, demand in enumerate(demands):
             for place in demand.held_by(process):
@@ -489,7 +516,11 @@ class LayoutPlan:
                 if box is not None:
                     self._boxes.append(box)
                     pieces.append((which, place))
+                    if nodes is not None:
+                        holders = demand.holders_of(place)
+                        self._mates.append(np.unique(holders[nodes[holders] == nodes[process]]))
         self._parts, self._begins = list[_PlannedPart](), [0]
+        self._by_piece = list[tuple[Numbers, Numbers, Numbers]]()  # mates, rows, sizes
         rows, sizes = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
         for first, part in numbered_parts(entry) if pieces else ():
             common = [box for box in map(part.box.intersect, self._boxes) if box is not None]
@@ -498,9 +529,12 @@ class LayoutPlan:
             ends = map(_grid_range, *_bounding(common), part.box.start, part.chunk)
             ranges = [range(low, high) for low, high in ends]
             crossings = [_Crossing(part, demand, ranges) for demand in demands]
-            numbers, counts = _joined(
-                [crossings[which].needed_by(place) for which, place in pieces]
-            )
+            needed = [crossings[which].needed_by(place) for which, place in pieces]
+            numbers, counts = _joined(needed)
+            self._by_piece += [
+                (mates, first + of_piece[0], of_piece[1])
+                for mates, of_piece in zip(self._mates, needed, strict=False)
+            ]
             self._parts.append(_PlannedPart(first, part, crossings))
             self._begins.append(self._begins[-1] + len(numbers))
             rows.append(first + numbers)
@@ -510,6 +544,8 @@ class LayoutPlan:
     @cached_property
     def _readers_and_sent(self) -> tuple[Numbers, Numbers]:
         readers, sent = np.empty_like(self.rows), np.zeros_like(self.rows)  # bytes
+        # A relay for each other node, and all of the own one.
+        most = None if self._nodes is None else _most_receivers(self._nodes)
         ends = pairwise(self._begins)
         for (begin, end), (first, _, crossings) in zip(ends, self._parts, strict=True):
             rows = self.rows[begin:end]
@@ -517,7 +553,7 @@ class LayoutPlan:
             counts = [np.broadcast_to(c.count_at(indices), rows.shape) for c in crossings]
             which = _spread(self._seed + rows, sum(counts[1:], counts[0]))
             for crossing, count in zip(crossings, counts, strict=True):
-                sent[begin:end] += self.entry.itemsize * crossing.sent_at(indices)
+                sent[begin:end] += self.entry.itemsize * crossing.sent_at(indices, most)
                 sent[begin:end] += _BOX_BYTES * count
                 if len(crossings) == 1:
                     readers[begin:end] = crossing.process_at(indices, which)
@@ -537,7 +573,22 @@ class LayoutPlan:
     def held_sums(self) -> Numbers:
         readers, sent = self._readers_and_sent
         own_bytes = self.entry.itemsize * self._sizes + _BOX_BYTES
+        for mates, rows, sizes in self._by_piece:
+            positions = np.searchsorted(self.rows, rows)
+            passes = (self._relays(rows, mates) == self._process) & self._is_remote(
+                readers[positions]
+            )
+            more = (len(mates) - 1) * (self.entry.itemsize * sizes + _BOX_BYTES)
+            np.add.at(own_bytes, positions[passes], more[passes])
         return np.cumsum(np.where(readers == self._process, sent, own_bytes))
+
+    def _relays(self, rows: Numbers, mates: Numbers) -> Numbers:
+        """Of processes of a node that need the same box, the one that gets it for each row."""
+        return mates[_spread(self._seed + rows, np.full(len(rows), len(mates)), _RELAY)]
+
+    def _is_remote(self, readers: Numbers) -> Any:
+        assert self._nodes is not None, "else nothing is relayed"
+        return self._nodes[readers] != self._nodes[self._process]
 
     @property
     def received(self) -> Numbers:
@@ -550,19 +601,62 @@ class LayoutPlan:
         every = [crossing.receivers(int(self.rows[position]) - first) for crossing in crossings]
         if len(every) == 1:
             return every[0]
+        firsts = np.cumsum([0, *(r.pieces.max(initial=-1) + 1 for r in every)])
+        every = [
+            r._replace(pieces=r.pieces + first) for r, first in zip(every, firsts, strict=False)
+        ]
         return Receivers(*map(np.concatenate, zip(*every, strict=True)))
 
     def chunk(self, position: int) -> SharedChunk:
         first, part, _ = self._part_of(position)
         row, reader = int(self.rows[position]), int(self.readers[position])
         chunk_box = part.chunk_box(row - first)
-        boxes_by_process: Mapping[int, Sequence[Box]]
-        if reader == self._process:
-            boxes_by_process = self.receivers(position).boxes
-        else:
-            boxes = map(chunk_box.intersect, self._boxes)
-            boxes_by_process = {self._process: [box for box in boxes if box is not None]}
-        return SharedChunk(self.entry, part, row - first, row, chunk_box, reader, boxes_by_process)
+        common = list(map(chunk_box.intersect, self._boxes))
+        boxes = {self._process: [box for box in common if box is not None]}
+        hops: list[Hop] | None = None
+        if self._nodes is not None:
+            is_read = reader == self._process
+            hops = list(self.sends(position) if is_read else self._last_hops(row, reader, common))
+        elif reader == self._process:
+            boxes = self.receivers(position).boxes
+        return SharedChunk(self.entry, part, row - first, row, chunk_box, reader, boxes, hops)
+
+    def sends(self, position: int) -> Iterator[Hop]:
+        """From this process, which reads a chunk, to each on its node, and to others' relays."""
+        receivers = self.receivers(position)
+        for n in self.first_receivers(position, receivers).tolist():
+            box = Box(tuple(receivers.start[n].tolist()), tuple(receivers.stop[n].tolist()))
+            yield Hop(box, self._process, int(receivers.processes[n]))
+
+    def first_receivers(self, position: int, receivers: Receivers) -> Numbers:
+        """The rows of the receivers of a chunk to which this process, which reads it, sends it."""
+        assert self._nodes is not None, "else nothing is relayed"
+        processes, nodes = receivers.processes, self._nodes[receivers.processes]
+        order = np.lexsort((processes, nodes, receivers.pieces))  # mates stand together
+        alike = np.stack([receivers.pieces, nodes])[:, order]
+        begins = np.flatnonzero(np.diff(alike, prepend=-1).any(axis=0))
+        counts = np.diff(begins, append=len(order))
+        numbers = np.full(len(begins), self._seed + self.rows[position])
+        chosen = _spread(numbers, counts, _RELAY)
+        is_first = nodes == self._nodes[self._process]
+        is_first[order[begins + chosen]] = True
+        return np.flatnonzero(is_first & (processes != self._process))
+
+    def _last_hops(self, row: int, reader: int, boxes: Sequence[Box | None]) -> Iterator[Hop]:
+        """To this process, and from it if it is the relay."""
+        rows = np.array([row])
+        is_remote = bool(self._is_remote(np.array([reader]))[0])
+        for box, mates in zip(boxes, self._mates, strict=True):
+            if box is None:
+                continue
+            relay = int(self._relays(rows, mates)[0]) if is_remote else self._process
+            if relay != self._process:
+                yield Hop(box, relay, self._process, is_relayed=True)
+                continue
+            yield Hop(box, reader, self._process)
+            for mate in mates.tolist() if is_remote else ():
+                if mate != self._process:
+                    yield Hop(box, self._process, mate, is_relayed=True)
 
     def _part_of(self, position: int) -> _PlannedPart:
         return self._parts[bisect_right(self._begins, position) - 1]
@@ -598,10 +692,16 @@ def _joined(needed: Sequence[tuple[Numbers, Numbers]]) -> tuple[Numbers, Numbers
     return numbers, sums
 
 
-def _spread(numbers: Numbers, counts: Numbers) -> Numbers:
+def _most_receivers(nodes: Numbers) -> int:
+    """How many processes a reader sends a box to, at most."""
+    counts = np.bincount(nodes)
+    return int(np.count_nonzero(counts) + counts.max())
+
+
+def _spread(numbers: Numbers, counts: Numbers, factor: np.uint64 = _GOLDEN) -> Numbers:
     """For each number one from 0 to below a count, so that neighbours are spread evenly: a sequence
     of low discrepancy, which is in step with no layout."""
-    high = (numbers.astype(np.uint64) * _GOLDEN) >> _HALF
+    high = (numbers.astype(np.uint64) * factor) >> _HALF
     return ((high * counts.astype(np.uint64)) >> _HALF).astype(np.int64)
 
 

@@ -51,8 +51,24 @@ def wants_of(jobs: Iterable[Job]) -> Wants:
     return {name: list(boxes) for name, boxes in wants.items() if boxes}
 
 
+class Hop(NamedTuple):
+    """A box of a chunk on its way from one process to another.
+
+    Arguments:
+        is_relayed: whether the sender got it from the reader, on another node.
+    """
+
+    box: Box
+    sender: int
+    receiver: int
+    is_relayed: bool = False
+
+
 class SharedChunk(NamedTuple):
-    """A chunk, the process that reads it, and the boxes of it that each process needs."""
+    """A chunk, the process that reads it, and the boxes of it that each process needs.
+
+    `hops` are those from or to this process; None if the reader sends everything itself.
+    """
 
     entry: ArrayEntry
     part: Part
@@ -61,6 +77,7 @@ class SharedChunk(NamedTuple):
     box: Box
     owner: int
     wanted_boxes: Mapping[int, Sequence[Box]]
+    hops: Sequence[Hop] | None = None
 
     @property
     def nbytes(self) -> int:

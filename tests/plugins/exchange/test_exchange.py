@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import textwrap
+import threading
 import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,6 +33,7 @@ from unickpt import (
 )
 from unickpt.errors import CheckpointReplaced, ProcessFailed
 from unickpt.format import index
+from unickpt.plugins.exchange import collective_read
 from unickpt.plugins.exchange.shared_read import Waiting, moved_bytes, schedule
 from unickpt.reading.array_reader import LoadCounts
 from unickpt.testing.thread_groups import Threads
@@ -496,7 +499,8 @@ def test_any_layout_into_any_other(processes: Processes, tmp_path: Path) -> None
                 return empty(*full.shape, device_mesh=mesh, placements=placements)
 
             assign = collective_read.assign
-            told = {}
+            nodes = "abab", "aabb", "aaaa", "abbb", "abcd"  # of the ranks
+            told, loads = {}, 0
             for number, saved in enumerate(("rows", "both", "twice", "copies")):
                 mesh, placements = layouts[saved]
                 state = {n: distribute_tensor(full, mesh, placements) for n, full in x.items()}
@@ -506,6 +510,9 @@ def test_any_layout_into_any_other(processes: Processes, tmp_path: Path) -> None
                     said = []
                     collective_read.assign = lambda *a: said.append(1) or assign(*a)
                     number += 1  # each layout, saved or loaded, meets both
+                    node = nodes[loads % len(nodes)][rank]
+                    collective_read.node_name = lambda node=node: node
+                    loads += 1
                     budget = (1 << 30, 20_000)[number % 2]
                     options = unickpt.LoadOptions(exchange=True, budget_bytes=budget)
                     like = tree(layout, new)
@@ -528,6 +535,38 @@ def test_any_layout_into_any_other(processes: Processes, tmp_path: Path) -> None
         assert sum(of_rank[key][0] for of_rank in told) == nbytes, key
         # Two meshes that hold the same arrays: to read them once, they say what they need.
         assert all(bool(of_rank[key][1]) == (" half " in key) for of_rank in told), key
+
+
+@pytest.mark.parametrize("budget_bytes", [1 << 30, 1 << 14])
+def test_replicas_on_other_nodes_get_each_byte_once(
+    budget_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Five processes on two nodes need all of an array: it crosses between them once."""
+    state = {"w": np.arange(12_000.0), "n": np.arange(7)}
+    unickpt.save(tmp_path / "c", state, options=SaveOptions(chunk_bytes=2000, fsync=False))
+    nodes, here, crossing = ["x", "y", "x", "y", "y"], threading.local(), Counter[tuple[str, str]]()
+    monkeypatch.setattr(collective_read, "node_name", lambda: here.node)
+
+    def load(process: int, options: LoadOptions) -> Any:
+        here.node = nodes[process]
+        exchange = options.group._exchange
+
+        def counted(data: Any, sent: Sequence[int], received: Sequence[int]) -> Any:
+            for other, nbytes in enumerate(sent):
+                crossing[nodes[process], nodes[other]] += nbytes
+            return exchange(data, sent, received)
+
+        monkeypatch.setattr(options.group, "_exchange", counted)
+        return unickpt.load(tmp_path / "c", options=options, return_report=True)
+
+    loaded = Threads(5).run(load, budget_bytes=budget_bytes)
+    for values, report in loaded:
+        assert np.array_equal(values["w"], state["w"])
+        assert np.array_equal(values["n"], state["n"])
+        assert report.read_bytes + report.received_bytes == report.bytes
+    assert sum(report.read_bytes for _, report in loaded) == 96_056
+    between = crossing["x", "y"] + crossing["y", "x"]
+    assert 96_056 <= between < 1.6 * 96_056, "with headers; without relays 2.4 times"
 
 
 def test_jax_in_two_processes(stored: Path, processes: Processes) -> None:

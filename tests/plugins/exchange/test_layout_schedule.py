@@ -163,6 +163,69 @@ def test_all_parts_fit_together(case: Any, seed: int) -> None:
     assert set(read) == set(readers)
 
 
+@pytest.mark.integration  # hundreds of layouts
+@settings(deadline=None, max_examples=200)
+@given(cases(), st.integers(0, 1000), st.data())
+def test_a_box_goes_to_one_process_of_each_other_node(case: Any, seed: int, data: Any) -> None:
+    processes, entry, demands = case
+    numbers = st.lists(st.integers(0, 2), min_size=processes, max_size=processes)
+    nodes = np.array(data.draw(numbers))
+    plans = [LayoutPlan(entry, demands, p, seed, nodes) for p in range(processes)]
+    direct = [LayoutPlan(entry, demands, p, seed) for p in range(processes)]
+    chunks = [{c.row: c for c in map(p.chunk, range(len(p.rows)))} for p in plans]
+    for process, (plan, own) in enumerate(zip(plans, chunks, strict=True)):
+        held = np.diff(plan.held_sums, prepend=0)
+        for position, chunk in enumerate(own.values()):
+            reader, boxes = chunk.owner, list(chunk.wanted_boxes[process])
+            assert reader == direct[process].chunk(position).owner
+            assert sorted(map(str, boxes)) == sorted(
+                map(str, direct[process].chunk(position).wanted_boxes[process])
+            )
+            assert chunk.hops is not None
+            come = [hop for hop in chunk.hops if hop.receiver == process]
+            go = [hop for hop in chunk.hops if hop.sender == process]
+            assert len(come) + len(go) == len(chunk.hops), "no process lists hops of others"
+            assert [hop.box for hop in come] == ([] if reader == process else boxes)
+            for hop in come:
+                first = hop.sender == reader and not hop.is_relayed
+                assert first or nodes[hop.sender] == nodes[process] != nodes[reader]
+            assert {h.box for h in go if h.is_relayed} <= {h.box for h in come if not h.is_relayed}
+            assert held[position] >= 2 * sum(h.box.size for h in go if h.is_relayed or not come)
+            for other in {hop.receiver for hop in go} | {hop.sender for hop in come}:
+                for pair in (process, other), (other, process):
+                    both = [
+                        [hop for hop in c.hops or () if (hop.sender, hop.receiver) == pair]
+                        for c in (chunk, chunks[other][chunk.row])
+                    ]
+                    assert both[0] == both[1], "both sides list the same, in the same order"
+    for process, plan in enumerate(plans):
+        for position, row in enumerate(plan.rows.tolist()):
+            chunk = chunks[process][row]
+            if chunk.owner != process:
+                continue
+            receivers = plan.receivers(position)
+            of_node = Counter(nodes[hop.receiver] for hop in chunk.hops or ())
+            pieces = zip(receivers.pieces.tolist(), nodes[receivers.processes], strict=True)
+            expected = Counter(node for _, node in set(pieces))
+            del expected[nodes[process]], of_node[nodes[process]]
+            assert of_node == expected, "each piece crosses once to each node that needs it"
+
+
+def test_relays_take_turns() -> None:
+    """16 replicas on two nodes: of each node each relays about as much."""
+    shape = (4000, 16)
+    entry = ArrayEntry("x", shape, "int8", (1, 16))
+    demand = Demand.from_source(Unchanged(entry), Layout.replicated(2, 16), shape)
+    assert demand is not None
+    nodes, relayed = np.repeat([0, 1], 8), Counter[int]()
+    for process in range(16):
+        plan = LayoutPlan(entry, [demand], process, 5, nodes)
+        for chunk in map(plan.chunk, range(len(plan.rows))):
+            relayed[process] += any(h.is_relayed and h.sender == process for h in chunk.hops or ())
+    assert sum(relayed.values()) == 4000
+    assert max(relayed.values()) <= 1.25 * 4000 / 16
+
+
 @settings(deadline=None, max_examples=100)
 @given(st.lists(cases(), min_size=1, max_size=3), st.integers(8, 20_000))
 def test_rounds_have_all_chunks_and_fit(every: list[Any], most: int) -> None:
