@@ -59,7 +59,7 @@ from unickpt.types import Box, Group
 _LOADING = "loading"
 _ALIGN = 16  # bytes
 # A message starts with four words: the status, the seconds of the step before, the end of a later
-# round, and nothing.
+# round, and whether this one has relayed boxes.
 _HEADER = 32  # bytes
 _HEADER_BYTES = np.arange(_HEADER)
 _NAMED = 4  # checkpoints, in a message
@@ -150,6 +150,7 @@ class _RoundOfMessages:
                     received.add(chunk, hop.box, hop.sender)
         self._outbox = np.empty(sum(self._sent.sizes), np.uint8)
         self._relayed = np.empty(sum(self._passed.sizes), np.uint8)
+        self._gains: Array | None = None
 
     def to_fill(self, chunk: SharedChunk) -> Sequence[tuple[Box, Array]]:
         return self._sent.views(self._outbox, chunk)
@@ -159,22 +160,23 @@ class _RoundOfMessages:
 
     def exchange(self, error: Exception | None) -> None:
         job, sent, received, waiting = self._job, self._sent, self._received, self._job.waiting
-        header = np.array([error is not None, 0, job.propose_end(), 0], np.int64)
+        relays = any(self._passed.sizes) or any(self._gained.sizes)
+        header = np.array([error is not None, 0, job.propose_end(), relays], np.int64)
         header[1:2].view(np.float64)[:] = waiting.last_s
         self._outbox[np.add.outer(sent.starts, _HEADER_BYTES)] = header.view(np.uint8)
         with _reaching(), waiting.step():
             self._inbox = job.group.exchange(self._outbox, sent.sizes, received.sizes)
         headers = self._inbox[np.add.outer(received.starts, _HEADER_BYTES)].view(np.int64)
-        failed, seconds, ends, _ = headers.T
+        failed, seconds, ends, relayed = headers.T
         waiting.learn(seconds.copy().view(np.float64).tolist())
         if error is not None or failed.any():
             job.gather_reports(error)
         job.end_round(int(ends.min()))
-        if job.relays:
+        if relayed.any():
             self._relay()
 
     def _relay(self) -> None:
-        """Passes boxes on to the others of this node."""
+        """Passes boxes on to the others of this node, if any process has some."""
         for chunk in self._chunks:
             memories = self._passed.views(self._relayed, chunk)
             boxes = dict(self._received.views(self._inbox, chunk)) if memories else {}
@@ -187,7 +189,7 @@ class _RoundOfMessages:
 
     def received(self, chunk: SharedChunk) -> Sequence[tuple[Box, Array]]:
         boxes = self._received.views(self._inbox, chunk)
-        return [*boxes, *self._gained.views(self._gains, chunk)] if self._job.relays else boxes
+        return boxes if self._gains is None else [*boxes, *self._gained.views(self._gains, chunk)]
 
 
 def _direct_hops(chunk: SharedChunk) -> Iterator[Hop]:
@@ -206,8 +208,6 @@ class _JobRead:
     def __init__(self, group: Group, options: LoadOptions, counts: LoadCounts) -> None:
         self.group, self.index, self._options = group, group.index, options
         self._counts, self.waiting = counts, Waiting(counts, group.index)
-        self.relays = False
-        """Whether boxes are relayed, on any process."""
         self._has_reported = False
         self.progress: Callable[[int, int], None] | None = None
         self._ends = deque[int]()  # of rounds that have not begun
@@ -237,8 +237,9 @@ class _JobRead:
         reports = list(map(_OPENED.decode, self.gather_reports(None, report)))
         identities, paths, descriptions, names_of_nodes = zip(*reports, strict=True)
         self._check_same(identities, paths)
-        nodes = np.unique(names_of_nodes, return_inverse=True)[1]
-        self.relays = 1 < nodes.max() + 1 < len(nodes)
+        nodes: Array | None = np.unique(names_of_nodes, return_inverse=True)[1]
+        if len({*names_of_nodes}) in (1, len(names_of_nodes)):
+            nodes = None  # no node gets from another what several of its processes need
         chunks_by_array: dict[str, list[SharedChunk]] = {}
         if demands.settle(descriptions):
             wants = {n: boxes for n, boxes in wants_of(jobs).items() if not demands.demands_for(n)}
@@ -252,9 +253,7 @@ class _JobRead:
         def plan(entry: ArrayEntry, first: int) -> ArrayPlan | None:
             of_layouts = demands.demands_for(entry.name)
             if of_layouts is not None:
-                return LayoutPlan(
-                    entry, of_layouts, self.index, first, nodes if self.relays else None
-                )
+                return LayoutPlan(entry, of_layouts, self.index, first, nodes)
             chunks = chunks_by_array.get(entry.name)
             return None if chunks is None else WantedPlan(chunks, self.index)
 
