@@ -351,12 +351,12 @@ def test_the_page_cache_gets_no_whole_block(tmp_path: Path) -> None:
         assert is_cached(str(tmp_path / file.path)) is not (direct and is_on_a_device(folder))
 
 
+@pytest.mark.parametrize("code", [errno.EINVAL, errno.EFAULT])
 @pytest.mark.parametrize("refuses", ["open", "open, having made the file", "write", "later write"])
 def test_where_the_system_refuses_the_page_cache_is_used(
-    refuses: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    refuses: str, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, real_open, real_write, writes = location(tmp_path), os.open, os.write, list[int]()
-    einval = OSError(errno.EINVAL, os.strerror(errno.EINVAL))
 
     def is_direct(handle: int) -> bool:
         return bool(fcntl.fcntl(handle, fcntl.F_GETFL) & os.O_DIRECT)
@@ -365,14 +365,14 @@ def test_where_the_system_refuses_the_page_cache_is_used(
         if refuses.startswith("open") and flags & os.O_DIRECT:
             if "made" in refuses:
                 os.close(real_open(path, flags & ~os.O_DIRECT, mode))
-            raise einval
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
         return real_open(path, flags, mode)
 
     def write(handle: int, data: memoryview) -> int:
         if is_direct(handle):
             writes.append(len(data))
             if refuses == "write" or (refuses == "later write" and len(writes) > 1):
-                raise einval
+                raise OSError(code, os.strerror(code))
         return real_write(handle, data)
 
     monkeypatch.setattr(os, "open", open_file)

@@ -268,9 +268,9 @@ class _DirectWrites:
             try:
                 data = data[os.write(self._handle, data) :]
             except OSError as error:
-                if error.errno != errno.EINVAL or not self._is_direct:
+                if error.errno not in (errno.EINVAL, errno.EFAULT) or not self._is_direct:
                     raise
-                self._is_direct = False  # this file system has other rules
+                self._is_direct = False  # this file system, or a driver's memory, has other rules
                 _buffer(self._handle)
 
 
