@@ -67,6 +67,9 @@ def check(path: str, step: int) -> dict[str, dict[int, int]]:
     return of
 
 
+@pytest.mark.parametrize(
+    "run", ["memory", pytest.param("s3", marks=pytest.mark.slow), "no links"], indirect=True
+)
 def test_experts_are_borrowed_from_the_steps_that_wrote_them(
     run: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -221,7 +221,7 @@ def drifting(step: int) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize(("run", "reuse"), stored(("digest", "patch")), indirect=["run"])
+@pytest.mark.parametrize(("run", "reuse"), stored(("patch", "digest")), indirect=["run"])
 def test_experts_with_reuse(run: str, reuse: Any) -> None:
     keys = {KEY: 2, "up": (0, 2)}
     second, steps = (3, 6) if run.startswith("s3") else (5, 9)

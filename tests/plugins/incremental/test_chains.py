@@ -79,6 +79,14 @@ def run(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
         yield folder
 
 
+# Memory has no links either; other tests here are of object storage in `make test`, too.
+seldom_in_s3 = pytest.mark.parametrize(
+    "run",
+    ["disk", "memory", pytest.param("s3", marks=pytest.mark.slow), "no links"],
+    indirect=True,
+)
+
+
 def remove(path: str) -> None:
     paths.resolve(path).remove(paths.context())
 
@@ -116,6 +124,7 @@ def test_on_a_disk_each_version_is_complete_in_itself(tmp_path: Path) -> None:
     is_whole(tmp_path / "33", state)
 
 
+@seldom_in_s3
 def test_chunks_that_change_at_different_times(run: str) -> None:
     rng = np.random.default_rng(1)
     states = [tree()]
@@ -135,6 +144,7 @@ def test_chunks_that_change_at_different_times(run: str) -> None:
         assert max(patches_of(f"{run}/{n}")) <= 5
 
 
+@seldom_in_s3
 def test_the_last_patch_refers_to_the_save_before(run: str) -> None:
     states = [tree()]
     save(f"{run}/0", states[0])
