@@ -162,7 +162,16 @@ OUTPUTS = (
     "start_logits",
     "end_logits",
 )
-each_case = pytest.mark.parametrize("name", CASES)
+# Other cases have all of their parameters but those of a head; and
+# test_presets_of_flax_classes.py compares the parameters of all classes.
+CONTAINED = {
+    *("llama, bare", "gemma, bare", "gpt2, bare", "vit", "resnet, bare"),
+    *("bert, words", "bert, answers"),
+}
+each_case = pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=[pytest.mark.slow] if n in CONTAINED else []) for n in CASES],
+)
 
 
 class Pair:

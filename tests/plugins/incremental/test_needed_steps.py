@@ -354,7 +354,7 @@ def folders_of(root: str) -> list[str]:
         ({}, "no links"),
         ({"reuse": True}, "memory"),
         ({"reuse": True}, "no links"),
-        ({"reuse": True}, "s3"),
+        pytest.param({"reuse": True}, "s3", marks=pytest.mark.slow),  # below is one of its storage
     ],
     indirect=["root"],
 )
