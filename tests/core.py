@@ -160,7 +160,7 @@ def main() -> None:
                 "-m",
                 "pytest",
                 "-n",
-                os.environ.get("WORKERS", "4"),  # many tests wait
+                os.environ.get("WORKERS", "6"),  # many tests wait
                 "--dist",
                 "worksteal",
                 "-m",
