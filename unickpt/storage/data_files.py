@@ -11,7 +11,6 @@ bytes there takes most of the processor time of a save, which the loop may need.
 from __future__ import annotations
 
 import errno
-import fcntl
 import mmap
 import os
 import threading
@@ -216,22 +215,10 @@ class _DirectWrites:
     All else is copied to such memory first. Where the system refuses, through the page cache.
     """
 
-    def __init__(self, handle: int) -> None:
-        self._handle, self._is_direct = handle, True
+    def __init__(self, path: str, handle: int) -> None:
+        self._path, self._handle, self._is_direct = path, handle, True
         self._memory: mmap.mmap | None = None
         self._filled = 0
-
-    @classmethod
-    def on_disk(cls, handle: int) -> Self | None:
-        """Of a file that was opened with O_DIRECT; None if it is not on a disk of this machine.
-
-        The copy in the page cache is all there is in memory file systems; network file systems each
-        have their own rules. Neither has a device.
-        """
-        if os.major(os.fstat(handle).st_dev):
-            return cls(handle)
-        _buffer(handle)
-        return None
 
     def write(self, data: memoryview) -> None:
         """Writes bytes, some of them later."""
@@ -263,19 +250,32 @@ class _DirectWrites:
     def _write(self, data: memoryview) -> None:
         while data:
             if self._is_direct and len(data) % _BLOCK:
-                self._is_direct = False
-                _buffer(self._handle)
+                self._leave()
             try:
                 data = data[os.write(self._handle, data) :]
             except OSError as error:
                 if error.errno not in (errno.EINVAL, errno.EFAULT) or not self._is_direct:
                     raise
-                self._is_direct = False  # this file system, or a driver's memory, has other rules
-                _buffer(self._handle)
+                self._leave()  # this file system, or a driver's memory, has other rules
+
+    def _leave(self) -> None:
+        """Opens the file anew: user-space file systems do not see that a flag is cleared."""
+        self._is_direct = False
+        handle = os.open(self._path, os.O_WRONLY | os.O_CLOEXEC)
+        try:
+            os.lseek(handle, os.lseek(self._handle, 0, os.SEEK_CUR), os.SEEK_SET)
+            os.dup2(handle, self._handle, inheritable=False)
+        finally:
+            os.close(handle)
 
 
-def _buffer(handle: int) -> None:
-    fcntl.fcntl(handle, fcntl.F_SETFL, fcntl.fcntl(handle, fcntl.F_GETFL) & ~os.O_DIRECT)
+def _is_on_disk(folder: str) -> bool:
+    """Whether a folder is on a disk of this machine.
+
+    The copy in the page cache is all there is in memory file systems; network and user-space file
+    systems each have their own rules. None of them has a device.
+    """
+    return os.major(os.stat(folder).st_dev) != 0
 
 
 def _address(data: memoryview) -> int:
@@ -368,7 +368,7 @@ class _LocalFile(DataFile):
         if self._handle >= 0:
             return
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-        if self._bypasses and hasattr(os, "O_DIRECT"):
+        if self._bypasses and hasattr(os, "O_DIRECT") and _is_on_disk(os.path.dirname(self._at)):
             try:
                 self._handle = os.open(self._at, flags | os.O_DIRECT, 0o666)
             except OSError as error:
@@ -376,7 +376,7 @@ class _LocalFile(DataFile):
                     raise
                 flags &= ~os.O_EXCL  # some file systems refuse it only after they made the file
             else:
-                self._direct = _DirectWrites.on_disk(self._handle)
+                self._direct = _DirectWrites(self._at, self._handle)
                 return
         self._handle = os.open(self._at, flags, 0o666)
 
