@@ -534,6 +534,7 @@ class LayoutPlan:
             self._by_piece += [
                 (mates, first + of_piece[0], of_piece[1])
                 for mates, of_piece in zip(self._mates, needed, strict=False)
+                if len(mates) > 1
             ]
             self._parts.append(_PlannedPart(first, part, crossings))
             self._begins.append(self._begins[-1] + len(numbers))

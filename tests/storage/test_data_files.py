@@ -11,10 +11,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import unickpt
+from unickpt import SaveOptions
 from unickpt.storage import data_files, paths
 from unickpt.storage.data_files import DataFile, Flushes
 from unickpt.storage.errors import Failed
@@ -349,6 +352,19 @@ def test_the_page_cache_gets_no_whole_block(tmp_path: Path) -> None:
         file.add((in_memory(os.urandom(3 << 20), 1),))
         file.close()
         assert is_cached(str(tmp_path / file.path)) is not (direct and is_on_a_device(folder))
+
+
+def test_saves_in_the_background_bypass_the_page_cache(tmp_path: Path) -> None:
+    state = {"w": np.arange(3 << 17, dtype=np.float64)}
+    fast = SaveOptions(fsync=False)
+    unickpt.save_async(tmp_path / "background", state).result()
+    unickpt.save_async(tmp_path / "not flushed", state, options=fast).result()
+    unickpt.save(tmp_path / "plain", state)
+    for name in "background", "not flushed", "plain":
+        (file,) = tmp_path.glob(f"{name}/**/d/*")
+        on_disk = name == "background" and is_on_a_device(location(tmp_path))
+        assert is_cached(str(file)) is not on_disk, name
+    assert np.array_equal(unickpt.load(tmp_path / "background")["w"], state["w"])
 
 
 @pytest.mark.parametrize("code", [errno.EINVAL, errno.EFAULT])

@@ -9,10 +9,12 @@ import json
 import os
 import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from support.forked import PRELOADED, Started, server
 
@@ -96,3 +98,26 @@ class Forks:
             started.send_signal(signal.SIGKILL)
             started.ended(LIMIT_S)
         self._running.clear()
+
+
+def kills(
+    coordinators_steps: Sequence[tuple[str, str]], steps: Sequence[tuple[str, str]]
+) -> pytest.MarkDecorator:
+    """Jobs of one or two processes, of which one is killed at each of its steps.
+
+    A process alone is the coordinator of a job of one: it is killed at all steps by `make soak`.
+
+    Arguments:
+        coordinators_steps: those of process 0.
+        steps: those of any other.
+    """
+    return pytest.mark.parametrize(
+        ("count", "doomed", "steps"),
+        [
+            (1, 0, [coordinators_steps[0], *coordinators_steps[-3:]]),
+            pytest.param(1, 0, coordinators_steps, marks=pytest.mark.slow),
+            (2, 0, coordinators_steps),
+            (2, 1, steps),
+        ],
+        ids=["1-0", "1-0-all", "2-0", "2-1"],
+    )

@@ -569,6 +569,39 @@ def test_replicas_on_other_nodes_get_each_byte_once(
     assert 96_056 <= between < 1.6 * 96_056, "with headers; without relays 2.4 times"
 
 
+def test_rounds_in_which_nothing_is_relayed_have_one_exchange(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Four processes, each with rows of its own, and for comparison with replicas."""
+    unickpt.save(tmp_path / "c", {"w": np.arange(4096.0)}, options=SMALL)
+    here, counts = threading.local(), dict[tuple[str, bool], int]()
+    monkeypatch.setattr(collective_read, "node_name", lambda: here.node)
+    for nodes in "aaaa", "abab":
+        for replicas in False, True:
+
+            def load(process: int, options: LoadOptions) -> Any:
+                here.node = nodes[process]  # noqa: B023
+                exchange, calls = options.group._exchange, list[int]()
+
+                def counted(*arguments: Any) -> Any:
+                    calls.append(1)
+                    return exchange(*arguments)
+
+                monkeypatch.setattr(options.group, "_exchange", counted)
+                rows, like = np.zeros(1024), None
+                if not replicas:  # noqa: B023
+                    box = Box((1024 * process,), (1024 * (process + 1),))
+                    like = {"w": LocalFragments((4096,), [(box, rows)])}
+                unickpt.load(tmp_path / "c", like, options=options)
+                if like is not None:
+                    assert np.array_equal(rows, np.arange(4096.0)[box.slices])
+                return len(calls)
+
+            (counts[nodes, replicas],) = {*Threads(4).run(load)}
+    assert counts["abab", False] == counts["aaaa", False]
+    assert counts["abab", True] > counts["aaaa", True]
+
+
 def test_jax_in_two_processes(stored: Path, processes: Processes) -> None:
     jobs = processes.jax(
         2,

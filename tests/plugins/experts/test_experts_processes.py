@@ -14,7 +14,7 @@ import pytest
 from support import TESTS
 from support.dying import start_job
 from support.experts import in_run
-from support.forks import Forks
+from support.forks import Forks, kills
 from support.processes import Processes
 from support.saving import in_job
 
@@ -304,20 +304,7 @@ def newest(root: Path) -> int:
     return max((int(path.name.removeprefix("step_")) for path in found), default=0)
 
 
-# A process alone is the coordinator of a job of one: it is killed at all steps by `make soak`.
-ALONE = [COORDINATORS_STEPS[0], *COORDINATORS_STEPS[-3:]]
-
-
-@pytest.mark.parametrize(
-    ("count", "doomed", "steps"),
-    [
-        (1, 0, ALONE),
-        pytest.param(1, 0, COORDINATORS_STEPS, marks=pytest.mark.slow),
-        (2, 0, COORDINATORS_STEPS),
-        (2, 1, STEPS),
-    ],
-    ids=["1-0", "1-0-all", "2-0", "2-1"],
-)
+@kills(COORDINATORS_STEPS, STEPS)
 def test_killed_at_any_step(
     count: int, doomed: int, steps: list[tuple[str, str]], forks: Forks, tmp_path: Path
 ) -> None:
