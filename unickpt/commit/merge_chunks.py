@@ -35,7 +35,11 @@ WHOLE, COMPOSED, BORROWED, MISSING = range(4)
 Requests = dict[int, dict[str, list[int]]]
 """For each process the positions of chunks by array name."""
 Column = np.ndarray[Any, Any]
+# NumPy copies rows as bytes, without asking for their fields, many times as fast.
 _PLACE_BYTES = np.dtype((np.void, PLACE_DTYPE.itemsize))
+_BLOCK = 1 << 13
+"""So many rows at once need only memory that is used again."""
+_CHUNK_BYTES = np.dtype((np.void, CHUNK_DTYPE.itemsize))
 _CHUNK_PLACE = np.dtype(
     {
         "names": ["place"],
@@ -119,9 +123,13 @@ def merged_chunks(
     chosen = listed.choose(chunk_grid.total_chunks(index.arrays))
     # Columns are written in the order of the records: what consecutive processes wrote lies close
     # together in the tables, so that it stays in the cache of the processor.
-    is_chosen = chosen[listed.where] == np.arange(len(listed.where))
-    contested = {} if is_chosen.all() else _contested(index, listed, chosen, ~is_chosen, assumed)
-    rows = np.flatnonzero(is_chosen) if not is_chosen.all() else slice(None)
+    rows: Any = slice(None)
+    contested: Mapping[str, list[int]] = {}
+    if len(listed.where) != len(chosen) or chosen.min(initial=0) < 0:  # else each is listed once
+        is_chosen = chosen[listed.where] == np.arange(len(listed.where))
+        if not is_chosen.all():
+            contested = _contested(index, listed, chosen, ~is_chosen, assumed)
+            rows = np.flatnonzero(is_chosen)
     where = listed.where[rows]
     table = np.zeros(len(chosen), digest_table.DTYPE)
     table["process"] = _NOBODY
@@ -130,7 +138,9 @@ def merged_chunks(
     kinds[where] = listed.kind[rows]
     places.view(_PLACE_BYTES)[where] = listed.place_bytes[rows]
     additions = listed.additions_of(chosen)
-    counts = np.bincount(additions["row"].astype(np.int64), minlength=len(chosen))
+    counts = np.zeros(len(chosen), np.int64)  # memory that nothing touches, but for additions
+    if len(additions):
+        counts = np.bincount(additions["row"].astype(np.int64), minlength=len(chosen))
     lent_table, bases = _borrowed(listed, kinds, places, additions)
     return Chunks(
         table,
@@ -181,16 +191,17 @@ class _ListedChunks:
         self, index: Index, records: Records, names: Names, winners: Mapping[str, int]
     ) -> None:
         counts = [len(record.chunks) for _, record in records]
-        tables = [record.chunks.tobytes() for _, record in records]
-        rows = np.frombuffer(bytearray().join(tables), CHUNK_DTYPE)
+        tables = [record.chunks.view(_CHUNK_BYTES) for _, record in records]
+        rows = np.concatenate(tables).view(CHUNK_DTYPE)
         processes = np.array([process for process, _ in records], np.uint32)
         self.digest, self.process = rows["digest"], np.repeat(processes, counts)
         self.place_bytes = rows.view(_CHUNK_PLACE)["place"]
         """Of each one its `PLACE_DTYPE`."""
         self.where = _find_rows(index, names, records, rows, counts)
         """Each one's row in the digest table."""
-        self.number, self._count = np.arange(len(rows)), len(rows)
-        """Its position among all chunks."""
+        self.number: Column | None = None
+        """Its position among all chunks, if some were dropped."""
+        self._count = len(rows)
         self.additions, self.blobs = [np.zeros(0, ADDITION_DTYPE)], dict[str, ValuePlace]()
         """All additions; their rows are the numbers of their chunks."""
         self.files, self.inline = list[tuple[int, str]](), list[bytes]()
@@ -214,11 +225,12 @@ class _ListedChunks:
             total: the number of rows.
         """
         # If an index occurs twice, NumPy keeps the last assignment: the first process's.
-        chosen, numbers = np.full(total, -1, np.int64), np.arange(len(self.where))
+        kind_of_number = np.int32 if len(self.where) < 1 << 31 else np.int64
+        chosen, numbers = np.full(total, -1, kind_of_number), np.arange(len(self.where))
         for kind in (BORROWED, COMPOSED, WHOLE):
             is_of_kind = self.kind == kind
-            rows = numbers if is_of_kind.all() else np.flatnonzero(is_of_kind)
-            chosen[self.where[rows][::-1]] = rows[::-1]
+            rows: Any = slice(None) if is_of_kind.all() else np.flatnonzero(is_of_kind)
+            chosen[self.where[rows][::-1]] = numbers[rows][::-1]
         return chosen
 
     def additions_of(self, chosen: Column) -> Column:
@@ -232,7 +244,8 @@ class _ListedChunks:
             return additions
         rows = np.flatnonzero(chosen >= 0)
         row_of = np.full(self._count, -1)
-        row_of[self.number[chosen[rows]]] = rows
+        listed = chosen[rows] if self.number is None else self.number[chosen[rows]]
+        row_of[listed] = rows
         digest_rows = row_of[additions["row"].astype(np.int64)]
         chosen_additions = additions[digest_rows >= 0]
         chosen_additions["row"] = digest_rows[digest_rows >= 0]
@@ -283,7 +296,8 @@ class _ListedChunks:
             arrays, stop = enumerate(names[process]), start + len(record.chunks)
             lost = [n for n, name in arrays if winners.get(name, process) != process]
             is_kept[start:stop] = ~np.isin(rows["array"][start:stop], lost)
-        for column in ("where", "digest", "process", "kind", "place_bytes", "number"):
+        self.number = np.flatnonzero(is_kept)
+        for column in ("where", "digest", "process", "kind", "place_bytes"):
             setattr(self, column, getattr(self, column)[is_kept])
 
 
@@ -349,17 +363,22 @@ def _find_rows(
     if not len(chunks):
         return np.zeros(0, np.int64)
     firsts, lengths = zip(*bounds, strict=True)
-    numbers = chunks["array"].astype(np.int64)
-    exists = numbers < _of_each(lengths, counts)
-    arrays = np.where(exists, numbers + _of_each(firsts, counts), 0)
     first_rows = np.array([*starts, 0], np.int64)
     room = np.array([*stops, 0], np.int64) - first_rows
-    exists &= chunks["chunk"] < room[arrays].astype(np.uint64)
-    if not exists.all():
-        ends = np.cumsum(counts)
-        wrong = int(np.searchsorted(ends, int(np.argmin(exists)), side="right"))
-        raise CoverageError(f"process {records[wrong][0]} lists chunks that do not exist")
-    rows: Column = first_rows[arrays] + chunks["chunk"].astype(np.int64)
+    rows, count = np.empty(len(chunks), np.int64), len(chunks)
+    first_of = np.broadcast_to(_of_each(firsts, counts), count)
+    length_of = np.broadcast_to(_of_each(lengths, counts), count)
+    for start in range(0, count, _BLOCK):
+        block = slice(start, start + _BLOCK)
+        arrays, numbers = chunks["array"][block], chunks["chunk"][block]
+        exists = arrays < length_of[block]
+        arrays = np.where(exists, arrays + first_of[block], -1)
+        exists &= numbers < room[arrays].astype(np.uint64)
+        if not exists.all():
+            ends = np.cumsum(counts)
+            wrong = int(np.searchsorted(ends, start + int(np.argmin(exists)), side="right"))
+            raise CoverageError(f"process {records[wrong][0]} lists chunks that do not exist")
+        np.add(first_rows[arrays], numbers.astype(np.int64), out=rows[block])
     return rows
 
 

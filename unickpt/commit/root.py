@@ -95,14 +95,14 @@ class Root:
         numbers_by_path = {path: number for number, path in enumerate(files)}
         # Values in no file of this checkpoint have numbers below 0, which stay.
         numbers = np.array(
-            [*(numbers_by_path[path] for path in paths), ELSEWHERE, builder.INLINE], np.int32
+            [*map(numbers_by_path.__getitem__, paths), ELSEWHERE, builder.INLINE], np.int32
         )
         _renumber(chunks, numbers)
         entries = runs(index, chunks, _renumbered({**places, **chunks.blobs}, numbers))
         manifest, value_count = builder.encode(entries, files, inline, out.place)
         out.close()
-        blobs = sum(len(entry.blobs) for entry in index.per_process.values())
-        additions = sum(entry.additions for entry in index.arrays.values())
+        blobs = sum([len(entry.blobs) for entry in index.per_process.values()])
+        additions = sum([entry.additions for entry in index.arrays.values()])
         count = index.chunks + additions - index.borrowed + blobs + len(extra)
         if value_count != count:
             raise StorageError(
@@ -351,7 +351,8 @@ class _ChunkEntries:
         if not chosen.all():
             texts, numbers = list(compress(tails.texts, chosen.tolist())), numbers[chosen]
             tails = SortedKeys.from_texts(texts)
-        return TreeEntries(tails, self.places[numbers], self.prefix)
+        places = self.places.view(builder.AS_BYTES).take(numbers).view(PLACE_DTYPE)
+        return TreeEntries(tails, places, self.prefix)
 
 
 _Order = tuple[SortedKeys, Column]

@@ -61,7 +61,7 @@ def shape_problem(shape: Sequence[int], itemsize: int) -> str | None:
     """
     if len(shape) > MAX_RANK:
         return f"it has {len(shape)} dimensions, and the format stores at most {MAX_RANK}"
-    if math.prod(n or 1 for n in shape) * itemsize >= MAX_EXTENT:
+    if math.prod(filter(None, shape)) * itemsize >= MAX_EXTENT:
         return (
             f"its shape {quoted(tuple(shape))} has 2^62 bytes or more, where extents of 0 are "
             "counted as 1, and the format stores less"

@@ -42,7 +42,7 @@ _LONG = 1 << 10  # longer keys are compared one by one, which takes less memory
 PLACE_FIELDS = ("file", "<i4"), ("offset", "<u8"), ("length", "<u8")
 PLACE_DTYPE = np.dtype([*PLACE_FIELDS])
 """The place of a value: the number of its file, or `INLINE`, and its bytes there."""
-_AS_BYTES = np.dtype((np.void, PLACE_DTYPE.itemsize))
+AS_BYTES = np.dtype((np.void, PLACE_DTYPE.itemsize))
 INLINE = -1
 """Instead of a file: the value is among those that are stored in nodes."""
 PlaceArray = np.ndarray[Any, Any]
@@ -199,7 +199,7 @@ def _joined(places: Sequence[PlaceArray]) -> PlaceArray:
     takes longer than all else for the few chunks of an array; so they are joined as bytes."""
     if len(places) == 1:
         return places[0]
-    return np.concatenate([batch.view(_AS_BYTES) for batch in places]).view(PLACE_DTYPE)
+    return np.concatenate([batch.view(AS_BYTES) for batch in places]).view(PLACE_DTYPE)
 
 
 def _above(
@@ -245,7 +245,7 @@ def _leaf(
 ) -> bytes:
     file = places["file"]
     apart = file >= 0
-    used, which = np.unique(file[apart], return_inverse=True)
+    used, which = _distinct(file[apart])
     within = places[["offset", "length"]][~apart].tolist()
     body = [
         b"\0",
@@ -258,6 +258,19 @@ def _leaf(
         *[inline[offset : offset + length] for offset, length in within],
     ]
     return _sealed(NODE_MAGIC, b"".join(body))
+
+
+def _distinct(files: PlaceArray) -> tuple[PlaceArray, PlaceArray]:
+    """The distinct numbers of files, ascending, and which of them each one is; as `np.unique`, but
+    without sorting."""
+    if not len(files):
+        return files, files
+    is_used = np.zeros(int(files.max()) + 1, np.bool_)
+    is_used[files] = True
+    used = np.flatnonzero(is_used)
+    positions = np.empty(len(is_used), np.int64)
+    positions[used] = np.arange(len(used))
+    return used, positions[files]
 
 
 def _references(nodes: Sequence[_Placed], files: dict[str, int]) -> list[bytes]:
@@ -414,14 +427,17 @@ def _numbers(values: Any) -> bytes:
         return _numbers([most]) * len(left)
     if most < 128:
         return left.astype(np.uint8).tobytes()
-    kind = np.dtype(np.uint32 if most < 1 << 32 else np.uint64)
+    left = left.astype(np.uint32 if most < 1 << 32 else np.uint64)  # a copy
     columns = -(-most.bit_length() // 7)
-    shifted = left.astype(kind)[:, None] >> np.arange(0, 7 * columns, 7).astype(kind)
-    more = shifted > 127
-    digits: Any = shifted.astype(np.uint8) & 127 | more.astype(np.uint8) << 7
-    mask = np.ones(digits.shape, np.bool_)
-    mask[:, 1:] = more[:, :-1]
-    encoded: bytes = digits[mask].tobytes()
+    digits = np.empty((len(left), columns), np.uint8)
+    is_digit = np.ones(digits.shape, np.bool_)
+    for column in range(columns):
+        digit = left.astype(np.uint8) & 127
+        left >>= 7
+        has_more = left > 0
+        digits[:, column] = digit | has_more.view(np.uint8) << 7
+        is_digit[:, column + 1 : column + 2] = has_more[:, None]
+    encoded: bytes = digits[is_digit].tobytes()
     return encoded
 
 
