@@ -207,11 +207,8 @@ class MirroredCheckpointer(Checkpointer):
     # --- on process 0 --------------------------------------------------------------------------
 
     def _copy_after(self, pending: PendingSave) -> None:
-        pending.wait_ended()
-        self._copy()
-
-    def _copy(self) -> None:
         """Copies steps that the mirror lacks, then removes steps there that no rule keeps."""
+        pending.wait_ended()
         root, mirror_steps = self._root_folder, self._mirror.steps()
         local_steps = root.committed()
         if not local_steps:

@@ -6,6 +6,7 @@ import logging
 import threading
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from unickpt.errors import UnickptError
@@ -23,7 +24,7 @@ from unickpt.plugins.experts import token_counts
 from unickpt.plugins.experts.expert_choice import Choose, ExpertRecord
 from unickpt.plugins.experts.expert_choice import stored as stored_record
 from unickpt.plugins.experts.keys import ExpertKeys
-from unickpt.plugins.experts.partial_save import Chosen, PartialBase, PartialSave
+from unickpt.plugins.experts.partial_save import Chosen, ExpertsOfSave, PartialBase, PartialSave
 
 _log = logging.getLogger("unickpt")
 
@@ -67,12 +68,17 @@ class PartialSaves(RunFeature):
         """
         tokens = token_counts.taken_from(call, self._keys)
         save = _ExpertSave(call.step, self._run.path(call.step))
-        return _ExpertsOfSave(self._keys, save, lambda: self._begin(save, *tokens)), {}
+        return ExpertsOfSave(self._keys, partial(self._begin, save, *tokens), save), {}
 
     def _begin(
-        self, save: _ExpertSave, seen: dict[str, dict[int, float]], layers: dict[str, str]
+        self,
+        save: _ExpertSave,
+        seen: dict[str, dict[int, float]],
+        layers: dict[str, str],
+        attempt: str,
     ) -> PartialSave:
         """See `SaveFeature.write_filter`."""
+        save.attempt = attempt
         if not self._is_predicted:
             self._run.wait_ended()
         with self._lock:
@@ -88,7 +94,7 @@ class PartialSaves(RunFeature):
         """Records the experts of the newest step, or that they are not known."""
         if error is not None:
             self._forget()
-        elif isinstance(feature, _ExpertsOfSave):
+        elif isinstance(feature, ExpertsOfSave):
             self._committed(feature.save)
 
     def _selected(self, save: _ExpertSave, newest: _KnownSave, chosen: Chosen) -> None:
@@ -193,30 +199,3 @@ class _ExpertSave:
     attempt: str = ""
     forgotten: int = -1
     outcome: _KnownSave | None = None
-
-
-class _ExpertsOfSave(SaveFeature):
-    """The experts of one save of a run.
-
-    Arguments:
-        keys: name them. Saves with the same ones are alike, for the plans that saves share.
-        save: facts about it.
-        begin: returns the arrays that it leaves out.
-    """
-
-    name = "experts"
-
-    def __init__(
-        self, keys: ExpertKeys, save: _ExpertSave, begin: Callable[[], PartialSave]
-    ) -> None:
-        self.save, self._keys, self._begin = save, keys, begin
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _ExpertsOfSave) and other._keys is self._keys
-
-    def __hash__(self) -> int:
-        return id(self._keys)
-
-    def write_filter(self, attempt: str) -> PartialSave:
-        self.save.attempt = attempt
-        return self._begin()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from unickpt.extend import (
     ArrayEntry,
@@ -11,6 +12,7 @@ from unickpt.extend import (
     Earlier,
     Index,
     Reader,
+    SaveFeature,
     Selection,
     UnitSteps,
     common_codec,
@@ -65,7 +67,7 @@ class PartialBase:
             steps: the step of each of its experts.
             keys: name the experts.
         """
-        stored = {n: _stored_as(index.arrays[n], index) for n in _arrays_with_experts(index, keys)}
+        stored = {n: _stored_as(index.arrays[n], index) for n in units_in(index, keys)}
         orders = turn_order.orders(steps, keys, {})
         return cls(path, attempt, stored, steps, orders, processes=index.processes)
 
@@ -80,7 +82,7 @@ class PartialBase:
         base = cls.of(path, index.attempt, index, steps, keys)
         if index.processes == 1:
             return base
-        writers = turn_order.writers(reader, _arrays_with_experts(index, keys))
+        writers = turn_order.writers(reader, units_in(index, keys))
         orders = turn_order.orders(steps, keys, writers)
         return replace(base, orders=orders, writers=writers)
 
@@ -119,7 +121,8 @@ class PartialBase:
         return totals
 
 
-def _arrays_with_experts(index: Index, keys: ExpertKeys) -> dict[str, ArrayUnits]:
+def units_in(index: Index, keys: ExpertKeys) -> dict[str, ArrayUnits]:
+    """The arrays of an index that hold experts, and which."""
     units_by_name = {name: keys.find(name, e.shape, e.layout) for name, e in index.arrays.items()}
     return {name: units for name, units in units_by_name.items() if units is not None}
 
@@ -244,3 +247,29 @@ class PartialSave:
             if not all(map(steps.get(array_units.key, {}).__contains__, array_units.numbers)):
                 return False
         return True
+
+
+class ExpertsOfSave(SaveFeature):
+    """The experts of one save of a run.
+
+    Arguments:
+        keys: name them. Saves with the same ones are alike, for the plans that saves share.
+        begin: returns the arrays that it leaves out, for the attempt that makes it.
+        save: facts about it, for the run.
+    """
+
+    name = "experts"
+
+    def __init__(
+        self, keys: ExpertKeys, begin: Callable[[str], PartialSave], save: Any = None
+    ) -> None:
+        self.save, self._keys, self._begin = save, keys, begin
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ExpertsOfSave) and other._keys is self._keys
+
+    def __hash__(self) -> int:
+        return id(self._keys)
+
+    def write_filter(self, attempt: str) -> PartialSave:
+        return self._begin(attempt)

@@ -11,7 +11,6 @@ from typing import Any
 
 from unickpt.extend import (
     RESERVED_METADATA,
-    ArrayUnits,
     Box,
     Index,
     Reader,
@@ -24,7 +23,7 @@ from unickpt.extend import (
 from unickpt.plugins.experts import token_counts
 from unickpt.plugins.experts.expert_choice import Choose, ExpertRecord, choose, recorded, stored
 from unickpt.plugins.experts.keys import ExpertKeys
-from unickpt.plugins.experts.partial_save import Chosen, PartialSave
+from unickpt.plugins.experts.partial_save import Chosen, ExpertsOfSave, PartialSave, units_in
 
 
 class WholeSaves(RunFeature):
@@ -49,7 +48,7 @@ class WholeSaves(RunFeature):
         since = call.step if record.since is None else record.since
         parts = self._keys, call.step, replace(record, since=since)
         save = PartialSave(*parts, seen=seen, layers=layers, selected=self._selected)
-        return _WholeSave(save), {}
+        return ExpertsOfSave(self._keys, lambda attempt: save), {}
 
     def _selected(self, chosen: Chosen) -> None:
         with self._lock:
@@ -62,28 +61,6 @@ class WholeSaves(RunFeature):
         with self._lock:
             record = record.restarted(self._plt_budget)
             self._record = replace(record, since=None, resumed=step)
-
-
-class _WholeSave(SaveFeature):
-    """The experts of one save of a run.
-
-    Arguments:
-        save: writes all of them.
-    """
-
-    name = "experts"
-
-    def __init__(self, save: PartialSave) -> None:
-        self._save = save
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _WholeSave) and other._save.units is self._save.units
-
-    def __hash__(self) -> int:
-        return id(self._save.units)
-
-    def write_filter(self, attempt: str) -> PartialSave:
-        return self._save
 
 
 def copy_selection(
@@ -141,7 +118,7 @@ def recovered_selection(
     record, of_copy = _record_of(step), _record_of(copy)
     if record is None or of_copy is None:
         return None
-    units, older = _units(step.index, keys), dict[str, set[int]]()
+    units, older = units_in(step.index, keys), dict[str, set[int]]()
     if any(array_units.key not in record.steps for array_units in units.values()):
         return None
     for name, box in lost:
@@ -175,12 +152,7 @@ def _selection(
     index: Index, keys: ExpertKeys, written: UnitSteps, record: ExpertRecord
 ) -> Selection:
     metadata = recorded(index.metadata, record)
-    return Selection(_units(index, keys), metadata, record.steps, "experts", written)
-
-
-def _units(index: Index, keys: ExpertKeys) -> dict[str, ArrayUnits]:
-    units = {name: keys.find(name, e.shape, e.layout) for name, e in index.arrays.items()}
-    return {name: of_array for name, of_array in units.items() if of_array is not None}
+    return Selection(units_in(index, keys), metadata, record.steps, "experts", written)
 
 
 def _record_of(reader: Reader) -> ExpertRecord | None:

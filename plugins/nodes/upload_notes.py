@@ -84,7 +84,7 @@ class UploadNotes:
     def missing(self, step: str, attempt: str, choice: str = "") -> list[int]:
         """The processes whose files of a step this job has not put into the root yet."""
         numbers = sorted(self.processes(step, attempt))
-        names = {key.decode(errors="replace") for key in self._notes.list().result()}
+        names = {*self._listed(f"{step}.{attempt}.")}
         return [n for n in numbers if self._uploaded(step, attempt, n, choice) not in names]
 
     def note_upload(self, step: str, attempt: str, process: int, choice: str = "") -> None:
@@ -101,10 +101,8 @@ class UploadNotes:
 
     def damage(self, step: str, attempt: str) -> str:
         """Why a step cannot be uploaded; empty if nothing is known against it."""
-        prefix = f"{step}.{attempt}.bad-{self._job}-"
-        names = [key.decode(errors="replace") for key in self._notes.list().result()]
-        noted = next((name for name in names if name.startswith(prefix)), None)
-        return self._notes.read(noted).result().value.decode(errors="replace") if noted else ""
+        noted = self._listed(f"{step}.{attempt}.bad-{self._job}-")
+        return self._notes.read(noted[0]).result().value.decode(errors="replace") if noted else ""
 
     def note_recovered(self, step: str, attempt: str) -> None:
         """Records that all that the nodes lack of a step is in the root."""
@@ -123,7 +121,7 @@ class UploadNotes:
         """Whether another node has the files of each process, as far as this job knows."""
         prefix = f"{step}.{attempt}.copy-{self._job}-"
         processes = self.processes(step, attempt)
-        names = {key.decode(errors="replace") for key in self._notes.list().result()}
+        names = {*self._listed(prefix)}
         return bool(processes) and all(f"{prefix}{n:05d}" in names for n in processes)
 
     def note_sum(self, step: str, attempt: str, name: str, count: int, survives: int) -> None:
@@ -142,13 +140,16 @@ class UploadNotes:
         """How many nodes may be lost without losing files of a step, by copies or sums."""
         by_copies = int(self.has_copies(step, attempt))
         prefix = f"{step}.{attempt}.{self._job}."
-        names = [key.decode(errors="replace") for key in self._notes.list().result()]
-        notes = [name[len(prefix) :].split(".") for name in names if name.startswith(prefix)]
+        notes = [name.removeprefix(prefix).split(".") for name in self._listed(prefix)]
         has_all = bool(notes) and len(notes) == int(notes[0][0])
         return max(by_copies, int(notes[0][1]) if has_all else 0)
 
     def forget(self, step: str) -> None:
         """Removes the notes about a step."""
-        for key in self._notes.list().result():
-            if key.decode(errors="replace").startswith(f"{step}."):
-                self._notes.write(key.decode(errors="replace"), None).result()
+        for name in self._listed(f"{step}."):
+            self._notes.write(name, None).result()
+
+    def _listed(self, prefix: str) -> list[str]:
+        """The names of notes that begin so."""
+        names = (key.decode(errors="replace") for key in self._notes.list().result())
+        return [name for name in names if name.startswith(prefix)]

@@ -59,7 +59,8 @@ class NodeCopying(TierCopying):
         self._damaged = list[tuple[str, BaseException]]()
         """Errors of steps with damaged files, to be raised later."""
         rate = nodes.chosen.upload_bytes_per_s
-        self._rate = None if rate is None else rate / _on_node(nodes)
+        on_node = sum(member.node == nodes.node for member in nodes.members)
+        self._rate = None if rate is None else rate / on_node
         peers = nodes, self._local, self._rate
         self._on_peers: list[PeerCopies | NodeParity] = []
         if nodes.chosen.replicas:
@@ -375,8 +376,3 @@ def _by_process(paths: Iterable[str]) -> dict[int, list[str]]:
         _, _, process, name = path.split("/", 3)
         by_process.setdefault(int(process), []).append(name)
     return by_process
-
-
-def _on_node(nodes: Nodes) -> int:
-    """How many processes share this node's folder."""
-    return sum(member.node == nodes.node for member in nodes.members)

@@ -7,6 +7,7 @@ import itertools
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from unickpt.plugins.observe.notation import Capture, Token, Written, fresh_letter, letters_of
 
@@ -47,7 +48,7 @@ def merge_words(rules: Sequence[Written], *, phrases: bool = True) -> list[Writt
     result = _merged([rule.renamed(_join_words) for rule in rules], _variants)
     if not phrases or len(result) > _MOST_PHRASED:
         return result
-    return _merged(result, _phrases)
+    return _merged(result, partial(_pairs, spans_of=_spans))
 
 
 def _merged(
@@ -104,11 +105,6 @@ def _variants(rule_number: int, rule: Written) -> Iterator[tuple[object, _Varian
         shape = _replaced(rule, word, Capture(""))
         yield (shape.left, shape.right, shape.sizes), _Variant(rule_number, word, word)
     yield from _pairs(rule_number, rule, _places)
-
-
-def _phrases(rule_number: int, rule: Written) -> Iterator[tuple[object, _Variant]]:
-    """The rule without a word, a number or two components of each side, and these."""
-    return _pairs(rule_number, rule, _spans)
 
 
 def _pairs(

@@ -128,13 +128,9 @@ def source_of(path: str, hints: list[str] | None, under: str = "") -> str | Chec
     """The source: the path, or the checkpoint opened with the hints, or the part of it."""
     if not hints and not under:
         return path
-    opened = checkpoint.open(path, hints=parsed_hints(hints))
+    expected = "a name and a value, such as dequantize=float32"
+    opened = checkpoint.open(path, hints=named_values("--hint", hints, expected))
     return opened.under(under) if under else opened
-
-
-def parsed_hints(hints: list[str] | None) -> dict[str, Any]:
-    """The hints by name."""
-    return named_values("--hint", hints, "a name and a value, such as dequantize=float32")
 
 
 def named_values(option: str, assignments: list[str] | None, expected: str) -> dict[str, Any]:
