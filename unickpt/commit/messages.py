@@ -47,7 +47,7 @@ REPLICA_DTYPE = np.dtype([("array", "<u4"), ("fingerprint", "<u8")])
 _TABLES = CHUNK_DTYPE, ADDITION_DTYPE, REPLICA_DTYPE
 NO_CHUNKS = np.zeros(0, CHUNK_DTYPE)
 _SEAL_BYTES = 8
-_READS = 1024
+_READS = 256
 """The most records that are read at once."""
 PLACE_NAMES = [name for name, _ in PLACE_FIELDS]
 ValuePlace = tuple[int, int, int]
@@ -117,7 +117,7 @@ class Record:
         if xxhash.xxh3_64_intdigest(body).to_bytes(_SEAL_BYTES, "little") != seal:
             raise ValueError("the record does not match its checksum")
         try:
-            record = msgspec.msgpack.decode(body, type=cls, dec_hook=_as_table)
+            record = msgspec.msgpack.decode(body, type=cls, ext_hook=_as_table)
             record._check()
         except (msgspec.MsgspecError, IndexError, OverflowError, RecursionError) as error:
             raise ValueError(f"the record is malformed: {error}") from None
@@ -179,13 +179,13 @@ class Record:
             raise ValueError("it does not say where each value is")
 
 
-def _as_bytes(table: np.ndarray[Any, Any]) -> tuple[int, bytes]:
+def _as_bytes(table: np.ndarray[Any, Any]) -> msgspec.msgpack.Ext:
     """A table of a record: which of `_TABLES`, and its rows."""
-    return _TABLES.index(table.dtype), table.tobytes()
+    return msgspec.msgpack.Ext(_TABLES.index(table.dtype), table.tobytes())
 
 
-def _as_table(kind: type, encoded_table: tuple[int, bytes]) -> np.ndarray[Any, Any]:
-    which, rows = encoded_table
+def _as_table(which: int, rows: memoryview) -> np.ndarray[Any, Any]:
+    """The same memory as a table."""
     return np.frombuffer(rows, _TABLES[which])
 
 
