@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import re
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from itertools import islice
 from typing import Any, Final, Literal, TypeVar
 
 import msgspec
@@ -47,8 +45,6 @@ REPLICA_DTYPE = np.dtype([("array", "<u4"), ("fingerprint", "<u8")])
 _TABLES = CHUNK_DTYPE, ADDITION_DTYPE, REPLICA_DTYPE
 NO_CHUNKS = np.zeros(0, CHUNK_DTYPE)
 _SEAL_BYTES = 8
-_READS = 256
-"""The most records that are read at once."""
 PLACE_NAMES = [name for name, _ in PLACE_FIELDS]
 ValuePlace = tuple[int, int, int]
 """The place of a value: the number of its file, offset and length; see `PLACE_DTYPE`."""
@@ -366,11 +362,9 @@ class Notes:
         """
         context = paths.for_small_objects(self._context)
         store = self._folder.child("records").store(context)
-        begun = ((process, store.read(f"{process:05d}{kind}")) for process in processes)
-        reads, records = deque(islice(begun, _READS)), []
-        while reads:
-            process, read = reads.popleft()
-            reads.extend(islice(begun, 1))
+        reads = [(process, store.read(f"{process:05d}{kind}")) for process in processes]
+        records = []
+        for process, read in reads:
             try:
                 records.append((process, Record.decode(read.result().value)))
             except ValueError as error:
