@@ -26,7 +26,7 @@ from unickpt.errors import CoverageError
 from unickpt.format import chunk_grid, digest_table
 from unickpt.format.index import ArrayEntry, BaseEntry, Index
 from unickpt.quoting import first_few
-from unickpt.storage.btree.builder import INLINE, PLACE_DTYPE
+from unickpt.storage.btree.builder import INLINE, PLACE_BYTES, PLACE_DTYPE
 
 _NOBODY = np.uint32(0xFFFFFFFF)
 WHOLE, COMPOSED, BORROWED, MISSING = range(4)
@@ -35,15 +35,13 @@ WHOLE, COMPOSED, BORROWED, MISSING = range(4)
 Requests = dict[int, dict[str, list[int]]]
 """For each process the positions of chunks by array name."""
 Column = np.ndarray[Any, Any]
-# NumPy copies rows as bytes, without asking for their fields, many times as fast.
-_PLACE_BYTES = np.dtype((np.void, PLACE_DTYPE.itemsize))
 _BLOCK = 1 << 13
 """So many rows at once need only memory that is used again."""
 _CHUNK_BYTES = np.dtype((np.void, CHUNK_DTYPE.itemsize))
 _CHUNK_PLACE = np.dtype(
     {
         "names": ["place"],
-        "formats": [_PLACE_BYTES],
+        "formats": [PLACE_BYTES],
         "offsets": [CHUNK_DTYPE.itemsize - PLACE_DTYPE.itemsize],
         "itemsize": CHUNK_DTYPE.itemsize,
     }
@@ -136,7 +134,7 @@ def merged_chunks(
     kinds, places = np.full(len(chosen), MISSING, np.uint8), np.zeros(len(chosen), PLACE_DTYPE)
     table["digest"][where], table["process"][where] = listed.digest[rows], listed.process[rows]
     kinds[where] = listed.kind[rows]
-    places.view(_PLACE_BYTES)[where] = listed.place_bytes[rows]
+    places.view(PLACE_BYTES)[where] = listed.place_bytes[rows]
     additions = listed.additions_of(chosen)
     counts = np.zeros(len(chosen), np.int64)  # memory that nothing touches, but for additions
     if len(additions):
@@ -225,8 +223,7 @@ class _ListedChunks:
             total: the number of rows.
         """
         # If an index occurs twice, NumPy keeps the last assignment: the first process's.
-        kind_of_number = np.int32 if len(self.where) < 1 << 31 else np.int64
-        chosen, numbers = np.full(total, -1, kind_of_number), np.arange(len(self.where))
+        chosen, numbers = np.full(total, -1, np.int64), np.arange(len(self.where))
         for kind in (BORROWED, COMPOSED, WHOLE):
             is_of_kind = self.kind == kind
             rows: Any = slice(None) if is_of_kind.all() else np.flatnonzero(is_of_kind)

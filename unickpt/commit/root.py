@@ -351,7 +351,7 @@ class _ChunkEntries:
         if not chosen.all():
             texts, numbers = list(compress(tails.texts, chosen.tolist())), numbers[chosen]
             tails = SortedKeys.from_texts(texts)
-        places = self.places.view(builder.AS_BYTES).take(numbers).view(PLACE_DTYPE)
+        places = self.places.view(builder.PLACE_BYTES).take(numbers).view(PLACE_DTYPE)
         return TreeEntries(tails, places, self.prefix)
 
 
