@@ -91,14 +91,14 @@ def source(leaf: Any, group: Group) -> ArraySource:
         raise TypeError("a tensor on the meta device has no data; it can only be loaded into")
     shard = None if type(leaf) in _PLAIN else shard_saving(leaf, group)
     if shard is None:
-        tensor_memory = _TensorMemory(_memory(leaf))
+        tensor_memory = _memory(leaf)
         tensor, shape = tensor_memory.tensor, tensor_memory.shape
         changed = None if type(leaf) is TensorPart else _changed(tensor)
         memory = _facts(tensor_memory, (0,) * len(shape), changed)
         sample = None if tensor_memory.on_host else sampler(tensor, (0,) * len(shape))
-        dtype, read = TO_NUMPY[tensor.dtype], _reader(tensor_memory, (0,) * len(shape))
+        dtype, read = tensor_memory.dtype, _reader(tensor_memory, (0,) * len(shape))
         return whole_source(shape, dtype, group, read, _tie(tensor_memory), memory, sample)
-    tensor_memory = _TensorMemory(_local(leaf, shard))
+    tensor_memory = _local(leaf, shard)
     fragments: tuple[Fragment, ...] = ()
     if shard.box is not None and not shard.box.empty:
         # Optimizers change local tensors without incrementing any version counter.
@@ -205,30 +205,44 @@ def readers(leaves: Sequence[Any]) -> list[Read]:
 def _local_part(leaf: Any) -> torch.Tensor:
     """This rank's part of a tensor for which there are `facts`."""
     if type(leaf) is TensorPart:
-        return _memory(leaf)
+        return _memory(leaf).tensor
     local: torch.Tensor = leaf if type(leaf) in _PLAIN else leaf._local_tensor
     return local
 
 
 class _TensorMemory:
-    """A tensor with its own memory, and torch's facts about it: read once, because that takes most
-    of the time of describing a small tensor.
+    """A tensor with its own memory, and torch's facts about it: each is asked for once, because
+    that takes most of the time of describing or filling a small tensor.
 
     Arguments:
-        tensor: from `_memory`.
+        tensor: without autograd, and of no subclass; see `_memory`.
     """
 
-    __slots__ = ("as_is", "lazily", "on_host", "owner", "shape", "tensor", "then", "where")
+    __slots__ = (
+        *("as_is", "dtype", "is_contiguous", "lazily", "offset", "on_host", "owner", "reach"),
+        *("shape", "tensor", "then", "where"),
+    )
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        storage = tensor.untyped_storage()
-        self.tensor, self.shape = tensor, tuple(tensor.shape)
+        storage, dtype = tensor.untyped_storage(), tensor.dtype
+        self.tensor, self.dtype, self.shape = tensor, TO_NUMPY[dtype], tuple(tensor.shape)
         self.owner, self.where = storage._cdata, (storage.data_ptr(), storage.nbytes())
         self.on_host = tensor.is_cpu
         # These two release the GIL: asking while threads write costs 20 times as much.
-        self.lazily = tensor.is_conj(), tensor.is_neg()
+        self.lazily = dtype.is_complex and tensor.is_conj(), tensor.is_neg()
         self.as_is = self.on_host and not any(self.lazily)
         self.then = nullcontext if self.on_host else stream_after_training(tensor.device)
+        self.is_contiguous = tensor.is_contiguous()
+        self.offset = int(tensor.storage_offset()) * dtype.itemsize
+        self.reach = self._reach()
+        """How many bytes of its storage it needs."""
+
+    def _reach(self) -> int:
+        count: int = self.tensor.numel()
+        if count and not self.is_contiguous:
+            strides = zip(self.shape, self.tensor.stride(), strict=True)
+            count = sum((n - 1) * stride for n, stride in strides) + 1
+        return self.offset + count * self.dtype.itemsize if count else 0
 
     def check(self) -> None:
         """Checks that its memory is still the same.
@@ -239,6 +253,26 @@ class _TensorMemory:
         if _where(self.tensor) != self.where:
             raise StateChanged("its memory was freed, resized or replaced")
 
+    def array(self) -> Array:
+        """Its memory as an array; of a tensor `as_is`.
+
+        `Tensor.numpy` would make the storage non-resizable, and FSDP2 resizes it at each step.
+
+        Raises:
+            StateChanged: its storage was freed, or is too small for it.
+        """
+        tensor, reach, dtype = self.tensor, self.reach, self.dtype
+        if reach == 0:
+            return np.empty(self.shape, dtype)
+        if tensor.untyped_storage().nbytes() < reach:
+            raise StateChanged("its memory was freed or made smaller")
+        memory: Any = _bytes(reach - self.offset).from_address(tensor.data_ptr())
+        memory.tensor = tensor  # which NumPy so keeps alive
+        if self.is_contiguous:
+            return np.ndarray(self.shape, dtype, memory)
+        strides = tuple(stride * dtype.itemsize for stride in tensor.stride())
+        return np.ndarray(self.shape, dtype, memory, 0, strides)
+
 
 def _reader(tensor_memory: _TensorMemory, start: tuple[int, ...]) -> Read:
     """A function that reads a tensor whose first element is at `start` of the global array."""
@@ -248,9 +282,10 @@ def _reader(tensor_memory: _TensorMemory, start: tuple[int, ...]) -> Read:
     def read(box: Box, make_buffer: Callable[[], Array]) -> Array:
         tensor_memory.check()
         whole = box.shape == shape  # the fast path, used while a caller waits
-        part = tensor if whole else tensor[box.relative_to(start).slices]
         if as_is:
-            return _as_numpy(part)
+            array = tensor_memory.array()
+            return array if whole else array[box.relative_to(start).slices]
+        part = tensor if whole else tensor[box.relative_to(start).slices]
         host_copy = make_buffer()
         with then():
             as_torch(host_copy, part.dtype).copy_(part)
@@ -352,33 +387,36 @@ class TorchTarget:
     """Fills tensors in place; on the meta device they are materialised."""
 
     prng: str | None = None
+    layout: Layout | None = None
+    processes = 1
+    span: tuple[int, int] | None = None
+    identity: Hashable = None
+    device_memory: DeviceMemory | None = None
 
     def __init__(self, leaf: Any) -> None:
-        self.leaf, self.shape, self.dtype = leaf, _shape(leaf), TO_NUMPY[leaf.dtype]
-        self.abstract: bool = leaf.is_meta
-        box: Box | None = Box.whole(self.shape)
-        self.processes = 1
-        self.layout: Layout | None = None
-        self._local: torch.Tensor
-        shard = shard_of(leaf)
-        if shard is not None:
-            self.layout, self.processes = shard.layout, len(shard.layout.mesh.processes)
-            box, local = shard.box, _local(leaf, shard)
+        self.leaf, self.abstract = leaf, leaf.is_meta
+        shard = None if type(leaf) in _PLAIN else shard_of(leaf)
+        if shard is None:
+            tensor_memory = _memory(leaf)
+            self.shape: tuple[int, ...] = tensor_memory.shape
+            box: Box | None = Box.whole(self.shape)
         else:
-            local = _memory(leaf)
-        is_contiguous = local.is_contiguous()
-        if not (self.abstract or is_contiguous) and may_overlap(local.shape, local.stride()):
+            tensor_memory, self.shape, box = _local(leaf, shard), _shape(leaf), shard.box
+            self.layout, self.processes = shard.layout, len(shard.layout.mesh.processes)
+        self.dtype, local = tensor_memory.dtype, tensor_memory.tensor
+        if not (self.abstract or tensor_memory.is_contiguous) and may_overlap(
+            local.shape, local.stride()
+        ):
             raise TypeError(
                 f"elements of the tensor share memory (strides {tuple(local.stride())}), so it "
                 "cannot be filled; make it contiguous first"
             )
         self.boxes: Sequence[Box] = () if box is None else (box,)
-        tensor_memory = _TensorMemory(local)
-        self.identity: Hashable = None if self.abstract else _tie(tensor_memory)
-        self.span = None if self.abstract or not local.numel() else _ends(tensor_memory.where)
+        if not self.abstract:
+            self.identity = _tie(tensor_memory)
+            self.span = _ends(tensor_memory.where) if tensor_memory.reach else None
         self._filled: Any = None if self.abstract else leaf
         self._inspect(tensor_memory)
-        self.device_memory: DeviceMemory | None = None
         if not tensor_memory.on_host:
             device = torch.device(self._kind) if self.abstract else local.device
             if device.type == "cuda" or (local.is_cuda and not self.abstract):
@@ -388,7 +426,7 @@ class TorchTarget:
     def regions(self) -> Sequence[MemoryRegion]:
         if self.span is None:
             return ()
-        local, size = self._local, self._local.element_size()
+        local, size = self._memory.tensor, self.dtype.itemsize
         strides = tuple(stride * size for stride in local.stride())
         device, shape = str(local.device), tuple(local.shape)
         return (MemoryRegion(device, local.data_ptr(), shape, strides, size),)
@@ -396,12 +434,12 @@ class TorchTarget:
     def _materialise(self) -> None:
         if self._filled is not None:
             return
-        self._local = self._filled = torch.empty_like(self._local, device=self._kind)
+        local = self._filled = torch.empty_like(self._memory.tensor, device=self._kind)
         if is_dtensor(self.leaf):
             # Like `DTensor.from_local`, which would lose the order of the shards.
             make = type(self.leaf.detach())
-            self._filled = make(self._local, self.leaf._spec, requires_grad=False)
-        self._inspect(_TensorMemory(self._local))
+            self._filled = make(local, self.leaf._spec, requires_grad=False)
+        self._inspect(_TensorMemory(local))
 
     @property
     def _kind(self) -> Any:
@@ -413,33 +451,31 @@ class TorchTarget:
     def _destination(self, position: int, box: Box) -> torch.Tensor:
         """The memory of a part of a box."""
         self._materialise()
-        return self._local[box.relative_to(self.boxes[position].start).slices]
+        part: torch.Tensor = self._memory.tensor[box.relative_to(self.boxes[position].start).slices]
+        return part
 
     def _inspect(self, tensor_memory: _TensorMemory) -> None:
         """Queries torch about the memory, before threads read: each query releases the GIL, which
         threads compete for."""
-        self._local = local = tensor_memory.tensor
-        self._in_place = tensor_memory.as_is
-        self._is_contiguous = local.is_contiguous()
-        self._is_inference = local.is_inference()
+        self._memory = tensor_memory
         self._has_version = self._filled is not None and not self._filled.is_inference()
 
     def buffer(self, position: int) -> Array:
         self._materialise()
+        if self._memory.as_is and self._memory.reach:
+            return self._memory.array()
         shape = self.boxes[position].shape
-        if self._in_place:
-            return _as_numpy(self._local, shape if self._is_contiguous else None)
-        if self._local.is_cuda:
+        if self._memory.tensor.is_cuda:
             return buffer_for_cuda(shape, self.dtype)
         return np.empty(shape, self.dtype)
 
     def finish(self, buffers: Sequence[Array]) -> Any:
         self._materialise()
-        new = self._filled
-        if not self._in_place:
-            with torch.inference_mode() if self._is_inference else torch.no_grad():
-                for buffer in buffers if self._local.numel() else ():
-                    self._local.copy_(as_torch(buffer, self.leaf.dtype))
+        new, local = self._filled, self._memory.tensor
+        if not self._memory.as_is:
+            with torch.inference_mode() if local.is_inference() else torch.no_grad():
+                for buffer in buffers if local.numel() else ():
+                    local.copy_(as_torch(buffer, self.leaf.dtype))
         elif self._has_version:  # autograd does not see writes of NumPy
             torch.autograd.graph.increment_version(new)
         if not self.abstract:
@@ -452,8 +488,8 @@ class TorchTarget:
 def _check(leaf: Any) -> None:
     if _is_sharded_tensor(leaf):
         return  # it does not answer all of this
-    dense = leaf.layout is torch.strided and leaf.dtype in TO_NUMPY and not leaf.is_nested
-    if dense and (type(leaf) in _PLAIN or not torch.nn.parameter.is_lazy(leaf)):
+    is_dense = leaf.layout is torch.strided and leaf.dtype in TO_NUMPY and not leaf.is_nested
+    if is_dense and (type(leaf) in _PLAIN or not torch.nn.parameter.is_lazy(leaf)):
         return
     raise TypeError(_refusal(leaf))
 
@@ -483,28 +519,31 @@ def _is_sharded_tensor(leaf: Any) -> bool:
     return module is not None and isinstance(leaf, module.ShardedTensor)
 
 
-def _memory(leaf: torch.Tensor) -> torch.Tensor:
+def _memory(leaf: torch.Tensor) -> _TensorMemory:
     """A tensor's own memory, without autograd and without a subclass's behaviour.
 
     Raises:
         TypeError: it has none.
     """
-    kind = type(leaf).__name__
-    if type(leaf) not in _PLAIN and hasattr(type(leaf), "__tensor_flatten__"):
-        raise TypeError(f"a {kind} wraps other tensors; save those")
+    kind, is_plain = type(leaf), type(leaf) in _PLAIN
+    if not is_plain and hasattr(kind, "__tensor_flatten__"):
+        raise TypeError(f"a {kind.__name__} wraps other tensors; save those")
     try:
-        storage = leaf.untyped_storage()
-        elsewhere = type(leaf) not in _PLAIN and storage.device.type != leaf.device.type
-        if elsewhere or storage.nbytes() < _reach(leaf):
-            raise TypeError(f"a {kind} has no data (it is fake, or its storage was freed)")
-        storage.data_ptr()
+        has_data = is_plain or leaf.untyped_storage().device.type == leaf.device.type
+        if has_data:
+            tensor = leaf.detach()
+            if type(tensor) is not torch.Tensor:
+                tensor = tensor.as_subclass(torch.Tensor)
+            tensor_memory = _TensorMemory(tensor)
+            has_data = tensor_memory.where[1] >= tensor_memory.reach
     except RuntimeError:
         raise TypeError(
-            f"a {kind} has no memory of its own (a wrapper, or inside torch.func); save its "
-            "component tensors"
+            f"a {kind.__name__} has no memory of its own (a wrapper, or inside torch.func); save "
+            "its component tensors"
         ) from None
-    plain = leaf.detach()
-    return plain if type(plain) is torch.Tensor else plain.as_subclass(torch.Tensor)
+    if not has_data:
+        raise TypeError(f"a {kind.__name__} has no data (it is fake, or its storage was freed)")
+    return tensor_memory
 
 
 def _shape(leaf: Any) -> tuple[int, ...]:
@@ -512,7 +551,7 @@ def _shape(leaf: Any) -> tuple[int, ...]:
     return leaf.whole if type(leaf) is TensorPart else tuple(leaf.shape)
 
 
-def _local(leaf: Any, shard: LocalShard) -> torch.Tensor:
+def _local(leaf: Any, shard: LocalShard) -> _TensorMemory:
     """The memory of this rank's part of a distributed tensor."""
     if type(leaf) is TensorPart:
         return _memory(leaf)
@@ -520,43 +559,17 @@ def _local(leaf: Any, shard: LocalShard) -> torch.Tensor:
         local = leaf.to_local()
     if hasattr(local, "wait"):  # the result of an asynchronous collective
         local = local.wait()
-    local, box = _memory(local), shard.box
-    if box is None or (box.empty and local.numel() == 0):
-        return local
-    if box.shape != tuple(local.shape):
+    tensor_memory, box = _memory(local), shard.box
+    if box is None or (box.empty and 0 in tensor_memory.shape):
+        return tensor_memory
+    if box.shape != tensor_memory.shape:
         raise TypeError(
             f"placements {tuple(leaf.placements)} on {shard.layout.mesh} give this rank the box "
-            f"{box}, but its local tensor has shape {tuple(local.shape)}; shards that are not "
+            f"{box}, but its local tensor has shape {tensor_memory.shape}; shards that are not "
             "torch's own (dimensions cut into ceil-sized chunks) go into "
             "unickpt.types.LocalFragments"
         )
-    return local
-
-
-def _as_numpy(tensor: torch.Tensor, shape: tuple[int, ...] | None = None) -> Array:
-    """The memory of a tensor on the host, neither conjugated nor negated lazily.
-
-    `Tensor.numpy` would make the storage non-resizable, and FSDP2 resizes it at each step.
-
-    Arguments:
-        tensor: the tensor.
-        shape: of the array; for a contiguous tensor.
-
-    Raises:
-        StateChanged: its storage was freed, or is too small for it.
-    """
-    dtype, reach = TO_NUMPY[tensor.dtype], _reach(tensor)
-    if reach == 0:
-        return np.empty(tuple(tensor.shape) if shape is None else shape, dtype)
-    if tensor.untyped_storage().nbytes() < reach:
-        raise StateChanged("its memory was freed or made smaller")
-    begin = int(tensor.storage_offset()) * dtype.itemsize
-    memory: Any = _bytes(reach - begin).from_address(tensor.data_ptr())
-    memory.tensor = tensor  # which NumPy so keeps alive
-    if shape is not None or tensor.is_contiguous():
-        return np.ndarray(tuple(tensor.shape) if shape is None else shape, dtype, memory)
-    strides = tuple(stride * dtype.itemsize for stride in tensor.stride())
-    return np.ndarray(tuple(tensor.shape), dtype, memory, 0, strides)
+    return tensor_memory
 
 
 @lru_cache(maxsize=256)
@@ -565,19 +578,10 @@ def _bytes(count: int) -> Any:
     return ctypes.c_char * count
 
 
-def _reach(tensor: torch.Tensor) -> int:
-    """How many bytes of its storage a tensor needs."""
-    count: int = tensor.numel()
-    if count and not tensor.is_contiguous():
-        strides = zip(tensor.shape, tensor.stride(), strict=True)
-        count = sum((n - 1) * stride for n, stride in strides) + 1
-    return (int(tensor.storage_offset()) + count) * tensor.dtype.itemsize if count else 0
-
-
 def _tie(tensor_memory: _TensorMemory) -> Hashable:
     # By its storage, not its address: empty tensors have none, and must agree across ranks too.
-    tensor, shape = tensor_memory.tensor, tensor_memory.shape
-    place = tensor.storage_offset(), shape, tensor.stride(), tensor.dtype
+    tensor = tensor_memory.tensor
+    place = tensor_memory.offset, tensor_memory.shape, tensor.stride(), tensor.dtype
     return ("torch", tensor_memory.owner, *place, tensor_memory.lazily)
 
 

@@ -240,7 +240,14 @@ def run(environment: Environment, more: Sequence[str]) -> bool:
     if environment.fast:
         chosen = ["-m", FAST, "-rs", "--without", ",".join(environment.without)]
     # Some only import for a minute, on a machine that does nothing else.
-    command += [*chosen, "--timeout=900", *more, *environment.files]
+    command += [
+        *chosen,
+        "--timeout=900",
+        "-o",
+        "faulthandler_timeout=600",
+        *more,
+        *environment.files,
+    ]
     return subprocess.run(command, cwd=ROOT, env=variables(environment)).returncode == 0
 
 

@@ -15,6 +15,7 @@ from typing import Any
 from support.forked import Forked
 
 PROCESS_TIMEOUT_S = 120
+_KILLED_TIMEOUT_S = 20
 
 
 def free_port() -> int:
@@ -133,4 +134,5 @@ class Processes:
         for process in self.started:
             if process.poll() is None:
                 process.kill()
-            process.communicate()
+            with suppress(subprocess.TimeoutExpired):  # a process of its own may hold its pipes
+                process.communicate(timeout=_KILLED_TIMEOUT_S)

@@ -219,8 +219,9 @@ def load(
         time.perf_counter(),
         unread,
     )
-    # Fills everything again; processes that exchange chunks restart together.
-    loaded_tree, report = checkpoint.again(lambda: loading.load(path, like), path)
+    with collection_paused():  # until what an attempt made is gone
+        # Fills everything again; processes that exchange chunks restart together.
+        loaded_tree, report = checkpoint.again(lambda: loading.load(path, like), path)
     if _log.isEnabledFor(logging.INFO):
         _log.info("%s", report)
     return (loaded_tree, report) if return_report else loaded_tree
@@ -290,7 +291,7 @@ class _Loading(NamedTuple):
     def load(self, path: checkpoint.Source, like: Any) -> tuple[Any, LoadReport]:
         """One attempt to load; see `checkpoint.again`."""
         counts = LoadCounts()
-        with collection_paused(), _reading(self.options, self.among, counts) as read:
+        with _reading(self.options, self.among, counts) as read:
             stored = checkpoint.opened(path, self.under, once=True).reader
             older = self._older_experts(stored)
             view, request = self._view_of(stored, like)

@@ -196,16 +196,19 @@ def _targets_of(leaves: Mapping[str, Any], among: Sequence[Adapter]) -> dict[str
     """
     targets: dict[str, ArrayTarget] = {}
     bad: list[str] = []
-    find_adapter = by_type(lambda value: adapter_of(value, among))
+
+    def maker_of(value: Any) -> Callable[[Any], ArrayTarget] | None:
+        if isinstance(value, LocalFragments):
+            return type(value).target
+        adapter = None if type(value) in NUMBERS else adapter_of(value, among)
+        return None if adapter is None else adapter.target
+
+    find_maker = by_type(maker_of)
     for name, value in leaves.items():
-        if type(value) in NUMBERS:
-            continue
-        adapter = find_adapter(value)
+        make = find_maker(value)
         try:
-            if isinstance(value, LocalFragments):
-                targets[name] = value.target()
-            elif adapter is not None:
-                targets[name] = adapter.target(value)
+            if make is not None:
+                targets[name] = make(value)
         except (TypeError, ValueError) as error:
             bad.append(f"  {name!r}: {error}")
     if bad:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from unickpt.progress import ProgressFunction
 
-_NBYTES, _OUT = attrgetter("nbytes"), attrgetter("out")
+_NBYTES, _OUT, _PROCESSES = attrgetter("nbytes"), attrgetter("out"), attrgetter("processes")
 
 
 class Job:
@@ -106,7 +106,7 @@ class Job:
     @property
     def processes(self) -> int:
         """The least number of processes over which a destination is distributed; 1 if none is."""
-        return min([target.processes for target in self.targets.values()], default=1)
+        return min(map(_PROCESSES, self.targets.values()), default=1)
 
     @property
     def entries(self) -> list[ArrayEntry]:
@@ -547,7 +547,8 @@ def _whole_arrays(jobs: Sequence[Job]) -> tuple[list[_WholeArray], list[Job], li
             entry = job.entry
             if entry is not None and len(job.targets) == 1 and _is_one_chunk(entry):
                 ((name, target),) = job.targets.items()
-                if (target.dtype, tuple(target.boxes)) == _kind(entry.shape, entry.dtype):
+                dtype, boxes, _ = _kind(entry.shape, entry.dtype)
+                if target.dtype == dtype and tuple(target.boxes) == boxes:
                     nbytes = nbytes_of(entry.shape, entry.dtype)
                     whole.append(_WholeArray(job, name, target, entry, nbytes))
                     continue
@@ -557,15 +558,15 @@ def _whole_arrays(jobs: Sequence[Job]) -> tuple[list[_WholeArray], list[Job], li
 
 
 @lru_cache(maxsize=4096)
-def _kind(shape: tuple[int, ...], dtype: str) -> tuple[DType, tuple[Box, ...]]:
-    """The dtype of arrays of one shape and dtype, and the box of all of one."""
-    return dtypes.from_name(dtype), (Box.whole(shape),)
+def _kind(shape: tuple[int, ...], dtype: str) -> tuple[DType, tuple[Box, ...], tuple[int, ...]]:
+    """The dtype of arrays of one shape and dtype, the box of all of one, a grid of one chunk."""
+    return dtypes.from_name(dtype), (Box.whole(shape),), (1,) * len(shape)
 
 
 def _only_part(entry: ArrayEntry) -> Part:
     """The part of an array that is one chunk."""
-    _, (box,) = _kind(entry.shape, entry.dtype)
-    return Part(entry.name, box, entry.chunk, (1,) * len(entry.shape), 1)
+    _, (box,), grid = _kind(entry.shape, entry.dtype)
+    return Part(entry.name, box, entry.chunk, grid, 1)
 
 
 def _is_one_chunk(entry: ArrayEntry) -> bool:
