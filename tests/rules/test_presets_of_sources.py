@@ -24,7 +24,7 @@ from unickpt.plugins.observe.agreement import through
 
 CASES = [*preset_cases.all_cases()]
 IDS = [f"{case.preset}-{case.model}-{at}" for at, case in enumerate(CASES)]
-each_case = pytest.mark.parametrize("case", CASES, ids=IDS)
+each_case = pytest.mark.parametrize("at", range(len(CASES)), ids=IDS)
 
 NAMES = sorted({case.preset for case in CASES})
 each_preset = pytest.mark.parametrize("preset", NAMES)
@@ -42,6 +42,7 @@ def asked(preset: str, side: str | None = None) -> set[str]:
     return {name for text in texts for name in text.split(", ") if name}
 
 
+MADE = "memory://sources/made"
 NOT_ASKED = {"lm_head.weight"}
 """What ties may make more of, where nothing says what is asked for."""
 
@@ -51,13 +52,34 @@ def sizes_of(case: PresetCase, names: set[str]) -> dict[str, int]:
 
 
 def rules_of(case: PresetCase, side: str | None = None) -> Rules:
-    return Rules.preset(case.preset, sizes=sizes_of(case, asked(case.preset, side)))
+    return preset_with(case.preset, **sizes_of(case, asked(case.preset, side)))
+
+
+@cache
+def preset_with(preset: str, **sizes: int) -> Rules:
+    return Rules.preset(preset, sizes=sizes)
 
 
 def is_rounded(case: PresetCase, name: str) -> bool:
     """Whether the factor of an array, such as 50.5, does not come back in the last bit."""
     shape = case.left[name][0]
     return "embedding" in name and "gemma" in case.preset and shape[1] > 1000
+
+
+@cache
+def given(at: int) -> tuple[Arrays, Arrays]:
+    """What a case's converters were given: both sides."""
+    case = CASES[at]
+    return numbers(shapes_of(case.left), 1), numbers(shapes_of(case.right), 2)
+
+
+@cache
+def stored(at: int) -> tuple[str, str]:
+    """Checkpoints of both sides, which all tests of a case read."""
+    paths = f"memory://sources/{at}/left", f"memory://sources/{at}/right"
+    for path, arrays in zip(paths, given(at), strict=True):
+        unickpt.save(path, flat_tree(arrays))
+    return paths
 
 
 def zeros(shapes: dict[str, tuple[int, ...]]) -> Arrays:
@@ -73,34 +95,32 @@ def digests(arrays: Arrays, names: dict[str, str]) -> dict[str, str]:
 
 
 @each_case
-def test_to_the_right_and_back(case: PresetCase, tmp_path: Path) -> None:
+def test_to_the_right_and_back(at: int) -> None:
+    case, left = CASES[at], given(at)[0]
     rules = rules_of(case)
-    left = numbers(shapes_of(case.left), 1)
-    unickpt.save(tmp_path / "left", flat_tree(left))
     like = flat_tree(zeros(shapes_of(case.right)))
-    made = flat_names(unickpt.load(tmp_path / "left", like, rules=rules))
+    made = flat_names(unickpt.load(stored(at)[0], like, rules=rules))
     assert made.keys() == case.right.keys()
     assert digests(made, expected(case.right)) == expected(case.right)
 
-    unickpt.save(tmp_path / "right", flat_tree(made))
+    unickpt.save(MADE, flat_tree(made), overwrite=True)
     again = flat_tree(zeros(shapes_of(case.left)))
-    back = flat_names(unickpt.load(tmp_path / "right", again, rules=rules.inverse))
+    back = flat_names(unickpt.load(MADE, again, rules=rules.inverse))
     for name in left.keys() - {*case.dropped}:
         assert np.array_equal(back[name], left[name]) or is_rounded(case, name), name
 
 
 @each_case
-def test_to_the_left_and_back(case: PresetCase, tmp_path: Path) -> None:
+def test_to_the_left_and_back(at: int) -> None:
+    case, right = CASES[at], given(at)[1]
     rules = rules_of(case)
-    right = numbers(shapes_of(case.right), 2)
-    unickpt.save(tmp_path / "right", flat_tree(right))
     like = flat_tree(zeros(shapes_of(case.left)))
-    made = flat_names(unickpt.load(tmp_path / "right", like, rules=rules.inverse))
+    made = flat_names(unickpt.load(stored(at)[1], like, rules=rules.inverse))
     assert digests(made, expected(case.left)) == expected(case.left)
 
-    unickpt.save(tmp_path / "left", flat_tree(made))
+    unickpt.save(MADE, flat_tree(made), overwrite=True)
     again = flat_tree(zeros(shapes_of(case.right)))
-    back = flat_names(unickpt.load(tmp_path / "left", again, rules=rules))
+    back = flat_names(unickpt.load(MADE, again, rules=rules))
     for name, x in right.items():
         if name in case.dropped:
             continue
@@ -108,35 +128,33 @@ def test_to_the_left_and_back(case: PresetCase, tmp_path: Path) -> None:
 
 
 @each_case
-def test_where_only_the_right_side_is_known(case: PresetCase, tmp_path: Path) -> None:
-    unickpt.save(tmp_path / "right", flat_tree(numbers(shapes_of(case.right), 2)))
+def test_where_only_the_right_side_is_known(at: int) -> None:
+    case = CASES[at]
     rules = rules_of(case, "right")
-    made = flat_names(unickpt.load(tmp_path / "right", rules=rules.inverse))
+    made = flat_names(unickpt.load(stored(at)[1], rules=rules.inverse))
     assert made.keys() == case.left.keys() - {*case.dropped}
     assert digests(made, expected(case.left)) == expected(case.left)
 
 
 @each_case
-def test_where_only_the_left_side_is_known(case: PresetCase, tmp_path: Path) -> None:
-    unickpt.save(tmp_path / "left", flat_tree(numbers(shapes_of(case.left), 1)))
+def test_where_only_the_left_side_is_known(at: int) -> None:
+    case = CASES[at]
     rules = rules_of(case, "left")
-    made = flat_names(unickpt.load(tmp_path / "left", rules=rules))
+    made = flat_names(unickpt.load(stored(at)[0], rules=rules))
     assert case.right.keys() - {*case.dropped} <= made.keys()
     assert made.keys() - case.right.keys() <= NOT_ASKED
     assert digests(made, expected(case.right)) == expected(case.right)
 
 
 @each_preset
-def test_it_asks_for_what_its_head_says(preset: str, tmp_path: Path) -> None:
-    case = next(case for case in CASES if case.preset == preset)
-    for side in ("right", "left"):
+def test_it_asks_for_what_its_head_says(preset: str) -> None:
+    at, case = next((at, case) for at, case in enumerate(CASES) if case.preset == preset)
+    for side, path in zip(("left", "right"), stored(at), strict=True):
         names = asked(preset, side)
-        shapes = shapes_of(case.right if side == "right" else case.left)
-        unickpt.save(tmp_path / side, flat_tree(numbers(shapes, 2)))
         for name in names:
             rules = Rules.preset(preset, sizes=sizes_of(case, names - {name}))
             with pytest.raises(RuleError, match=r"the size of .* unknown"):
-                unickpt.load(tmp_path / side, rules=rules.inverse if side == "right" else rules)
+                unickpt.load(path, rules=rules.inverse if side == "right" else rules)
 
 
 @each_preset
@@ -154,12 +172,6 @@ def dropped_shapes(case: PresetCase) -> set[tuple[int, ...]]:
 
 
 # --- what would go wrong ------------------------------------------------------------------------
-
-
-@cache
-def given(at: int) -> tuple[Arrays, Arrays]:
-    case = CASES[at]
-    return numbers(shapes_of(case.left), 1), numbers(shapes_of(case.right), 2)
 
 
 def passes(rules: Rules, at: int) -> bool:
