@@ -280,6 +280,25 @@ def test_what_is_no_plain_tensor_is_refused(message: str, tmp_path: Path) -> Non
         unickpt.load(tmp_path / "d", {"a": {"odd": odd, "even": torch.ones(2)}})
 
 
+@pytest.mark.parametrize("view", ["rows", "columns"])
+def test_a_view_of_which_a_few_bytes_were_freed_is_refused(view: str, tmp_path: Path) -> None:
+    table = numbers(6, 8)
+    part = {"rows": table[2:], "columns": table[1:, 3:].T}[view]
+    storage, nbytes = table.untyped_storage(), table.nbytes
+    save(tmp_path / "c", {"w": part})
+    expected = part.clone()
+    part.zero_()
+    unickpt.load(tmp_path / "c", {"w": part})
+    assert torch.equal(part, expected)
+    storage.resize_(nbytes - 1)
+    for refused in (
+        lambda: save(tmp_path / "d", {"w": part}),
+        lambda: unickpt.load(tmp_path / "c", {"w": part}),
+    ):
+        with pytest.raises(unickpt.UnsupportedLeaf, match=r"'w': .*its storage was freed"):
+            refused()
+
+
 def test_a_tensor_inside_torch_func_is_refused(tmp_path: Path) -> None:
     def save_inside(x: Any) -> Any:
         save(tmp_path / "c", {"x": x})
