@@ -39,25 +39,50 @@ from typing import Any
 
 # What a server imports, by the frameworks that its processes use.
 PRELOADED = {
-    # unickpt, and what it imports at the first use of `Checkpointer`, `verify`, `copy`, rules and
-    # `SaveOptions(base=...)`; pytest, since sources import from test modules.
+    # unickpt, and what it imports at the first use of what tests do in many processes; pytest,
+    # since sources import from test modules.
     "": (
+        "encodings.idna",  # of an address
+        "http.server",
         "pytest",
         "support.dying",
         "support.saving",
         "unickpt",
         "unickpt.adapters.numpy",
         "unickpt.backends.file",
+        "unickpt.backends.s3",
+        "unickpt.commit.awaited_processes",
+        "unickpt.commit.differing_replicas",
+        "unickpt.commit.participant",
+        "unickpt.commit.stand_ins",
+        "unickpt.commit.writer_choice",
+        "unickpt.data",
+        "unickpt.format.borrowed_chunks",
         "unickpt.format.writer_registry",
+        "unickpt.plugins.compress",
+        "unickpt.plugins.exchange",
+        "unickpt.plugins.experts",
+        "unickpt.plugins.incremental",
+        "unickpt.plugins.merge",
+        "unickpt.plugins.nodes",
+        "unickpt.plugins.parity",
+        "unickpt.plugins.quantize",
+        "unickpt.plugins.weights",
+        "unickpt.reading.verification",
         "unickpt.rules.view",
         "unickpt.runs.checkpointer",
-        "unickpt.plugins.incremental",
+        "unickpt.saving.fingerprints",
+        "unickpt.storage.restorers",
         "unickpt.tools.copying",
-        "unickpt.reading.verification",
+        "unickpt.tools.partial_copies",
         "unickpt.types",
     ),
     "grain": ("grain", "unickpt.adapters.jax"),
-    "jax": ("jax.experimental.multihost_utils", "unickpt.adapters.jax"),
+    "jax": (
+        "jax.experimental.multihost_utils",
+        "jaxlib.mlir.dialects.mhlo",  # of the first programs
+        "unickpt.adapters.jax",
+    ),
     "keras-jax": ("support.keras_on_jax", "unickpt.adapters.jax"),
     "keras-torch": ("support.keras_on_torch", "unickpt.adapters.torch"),
     "orbax": ("orbax.checkpoint", "unickpt.adapters.jax", "unickpt.integrations.orbax"),
