@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import posixpath
 import re
@@ -31,6 +32,12 @@ COMMENT = re.compile(r"^<!--.*?-->\n", re.MULTILINE | re.DOTALL)
 OUTPUT = re.compile(r"^```\n```$\n", re.MULTILINE)
 FENCE = re.compile(r"^( *```.*?^ *```)", re.MULTILINE | re.DOTALL)
 LANGUAGES = {".py": "python", ".rules": "text", ".json": "json", ".toml": "toml"}
+
+
+def on_startup(*, command: str, dirty: bool) -> None:
+    """A build keeps all that it makes: looking for cycles takes a tenth of its time."""
+    if command == "build":
+        gc.disable()
 
 
 def on_files(files: Files, *, config: Any) -> Files:
