@@ -12,7 +12,8 @@ A snippet with a title (```python title="save.py") is a file, which a later shel
 stands directly below a snippet or a setup, in a block without language, is what it prints, with
 "..." for what differs each time; if it raises, that is the last line: `LoadMismatch: ...`. A bucket
 of S3 is there for a page that uses `s3://bucket`. torchrun itself runs only for the README: other
-pages have ranks that are forked from a process with torch.
+pages have ranks that are forked from a process with torch, as scripts are from one with what they
+import.
 """
 
 from __future__ import annotations
@@ -133,22 +134,39 @@ def _with_output(snippet: Snippet, text: str) -> Snippet:
     return Snippet(**{**snippet.__dict__, "prints": text})
 
 
-def _ranks(words: list[str], settings: dict[str, str]) -> str:
-    """Does what torchrun would, with ranks that have imported torch, and returns what they print.
+def _forked(words: list[str], settings: dict[str, str], itself: bool) -> str:
+    """Does what `python` or `torchrun` would, in processes that have imported what takes long.
+
+    Arguments:
+        words: of the command.
+        settings: further environment variables.
+        itself: torchrun runs, and starts interpreters.
+
+    Returns: what they print.
 
     Raises:
-        AssertionError: a rank failed.
+        AssertionError: one failed.
     """
-    option, count, script, *arguments = words
-    assert option == "--nproc-per-node", words
+    program, *arguments = words
+    env = {"PYTHONPATH": str(ROOT), **settings}
     with tempfile.TemporaryDirectory() as folder:
         processes = Processes(Path(folder))
         try:
-            source, env = Path(script).read_text(), {"PYTHONPATH": str(ROOT), **settings}
-            started = processes.torch(int(count), source, *arguments, env=env)
+            if program == "torchrun" and not itself:
+                option, count, script, *arguments = arguments
+                assert option == "--nproc-per-node", words
+                started = processes.torch(int(count), Path(script).read_text(), *arguments, env=env)
+            else:
+                is_script = program == "python"
+                source = Path(arguments.pop(0)).read_text() if is_script else TORCHRUN
+                imports = [name for name in ("jax", "torch") if name in source]
+                started = [processes.forked(source, *arguments, of=imports, env=env)]
             return "".join(processes.finish(started))
         finally:
             processes.close()
+
+
+TORCHRUN = "from torch.distributed.run import main; main()"
 
 
 class Reader:
@@ -223,13 +241,12 @@ class Reader:
             result = CliRunner().invoke(app, words[1:])
             found_some = words[1] == "diff" and result.exit_code == 1
             failed, printed = 0 if found_some else result.exit_code, result.output
-        elif words[0] == "torchrun" and snippet.page != "README.md":
-            failed, printed = 0, _ranks(words[1:], settings)
+        elif words[0] == "torchrun" or (words[0] == "python" and words[1].endswith(".py")):
+            failed, printed = 0, _forked(words, settings, itself=snippet.page == "README.md")
         else:
-            programs = {"python": [], "torchrun": ["-m", "torch.distributed.run"]}
-            assert words[0] in programs, f"{snippet.page}:{snippet.line}: what is {words[0]!r}?"
+            assert words[0] == "python", f"{snippet.page}:{snippet.line}: what is {words[0]!r}?"
             done = subprocess.run(
-                [sys.executable, *programs[words[0]], *words[1:]],
+                [sys.executable, *words[1:]],
                 env={**os.environ, "PYTHONPATH": str(ROOT), **settings},
                 capture_output=True,
                 text=True,
