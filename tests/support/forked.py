@@ -44,8 +44,12 @@ PRELOADED = {
     "": (
         "encodings.idna",  # of an address
         "http.server",
+        "hypothesis",
+        "numpy.random",
         "pytest",
+        "support.data_ranks",
         "support.dying",
+        "support.node_job",
         "support.saving",
         "unickpt",
         "unickpt.adapters.numpy",
@@ -59,6 +63,9 @@ PRELOADED = {
         "unickpt.data",
         "unickpt.format.borrowed_chunks",
         "unickpt.format.writer_registry",
+        "unickpt.frameworks.grown_state",
+        "unickpt.loading.mismatch",
+        "unickpt.loading.suggestions",
         "unickpt.plugins.compress",
         "unickpt.plugins.exchange",
         "unickpt.plugins.experts",
@@ -67,6 +74,7 @@ PRELOADED = {
         "unickpt.plugins.nodes",
         "unickpt.plugins.parity",
         "unickpt.plugins.quantize",
+        "unickpt.plugins.seal",
         "unickpt.plugins.weights",
         "unickpt.reading.verification",
         "unickpt.rules.view",
@@ -101,6 +109,7 @@ PRELOADED = {
         "torch.distributed.checkpoint.state_dict",
         "torch.distributed.fsdp",
         "torch.distributed.tensor",
+        "torchdata.stateful_dataloader",
         "unickpt.adapters.torch",
     ),
 }

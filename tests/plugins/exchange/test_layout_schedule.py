@@ -126,7 +126,7 @@ def needed(demand: Demand, entry: ArrayEntry, process: int) -> Any:
 
 
 @pytest.mark.integration  # hundreds of layouts
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=100)
 @given(cases(), st.integers(0, 1000))
 def test_all_parts_fit_together(case: Any, seed: int) -> None:
     processes, entry, demands = case
@@ -164,7 +164,7 @@ def test_all_parts_fit_together(case: Any, seed: int) -> None:
 
 
 @pytest.mark.integration  # hundreds of layouts
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=100)
 @given(cases(), st.integers(0, 1000), st.data())
 def test_a_box_goes_to_one_process_of_each_other_node(case: Any, seed: int, data: Any) -> None:
     processes, entry, demands = case
@@ -213,7 +213,7 @@ def test_a_box_goes_to_one_process_of_each_other_node(case: Any, seed: int, data
 
 def test_relays_take_turns() -> None:
     """16 replicas on two nodes: of each node each relays about as much."""
-    shape = (4000, 16)
+    shape = (1000, 16)
     entry = ArrayEntry("x", shape, "int8", (1, 16))
     demand = Demand.from_source(Unchanged(entry), Layout.replicated(2, 16), shape)
     assert demand is not None
@@ -222,11 +222,10 @@ def test_relays_take_turns() -> None:
         plan = LayoutPlan(entry, [demand], process, 5, nodes)
         for chunk in map(plan.chunk, range(len(plan.rows))):
             relayed[process] += any(h.is_relayed and h.sender == process for h in chunk.hops or ())
-    assert sum(relayed.values()) == 4000
-    assert max(relayed.values()) <= 1.25 * 4000 / 16
+    assert sum(relayed.values()) == 1000
+    assert max(relayed.values()) <= 1.25 * 1000 / 16
 
 
-@settings(deadline=None, max_examples=100)
 @given(st.lists(cases(), min_size=1, max_size=3), st.integers(8, 20_000))
 def test_rounds_have_all_chunks_and_fit(every: list[Any], most: int) -> None:
     processes = max(count for count, _, _ in every)
