@@ -122,21 +122,32 @@ print("the loop is over")
     assert not is_there(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("staging", "budget_bytes"), [("copy", 1 << 20), ("lazy", 1 << 20), ("lazy", 1 << 30)]
-)
-def test_a_program_that_ends_right_after_the_call(
-    staging: str, budget_bytes: int, processes: Processes, tmp_path: Path
-) -> None:
+def test_a_program_that_ends_right_after_the_call(processes: Processes, tmp_path: Path) -> None:
+    """Three of them, forked before anything runs in the interpreter that has imported torch."""
+    kinds = [("copy", 1 << 20), ("lazy", 1 << 20), ("lazy", 1 << 30)]
     text = f"""{HEAD}
 import torch
-tree = {{str(i): torch.full((700_000,), i) for i in range(4)}}
-options = unickpt.SaveOptions(staging={staging!r}, budget_bytes={budget_bytes})
-unickpt.save_async(root + "/c", tree, options=options)
+
+def program(name, staging, budget_bytes):
+    tree = {{str(i): torch.full((700_000,), i) for i in range(4)}}
+    options = unickpt.SaveOptions(staging=staging, budget_bytes=budget_bytes)
+    unickpt.save_async(f"{{root}}/{{name}}", tree, options=options)
+
+children = {{}}
+for name, kind in enumerate({kinds}):
+    child = os.fork()
+    if not child:
+        program(name, *kind)
+        break  # the program ends, as an interpreter does
+    children[child] = name
+else:
+    for child, name in children.items():
+        print(name, os.waitpid(child, 0)[1])
 """
-    assert end(processes.start(text, tmp_path)) == (0, "", "")
-    found = unickpt.load(tmp_path / "c")
-    assert all((found[str(i)] == i).all() for i in range(4))
+    assert end(processes.start(text, tmp_path)) == (0, "0 0\n1 0\n2 0\n", "")
+    for name in range(len(kinds)):
+        found = unickpt.load(tmp_path / str(name))
+        assert all((found[str(i)] == i).all() for i in range(4))
 
 
 def test_a_failure_that_somebody_asked_for_does_not(processes: Processes, tmp_path: Path) -> None:
@@ -214,9 +225,9 @@ os.kill(os.getpid(), 9)  # the child lives on, and must not keep the lease
     assert out.count("belongs to the parent process") == 2
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.parametrize(("method", "epochs"), [("fork", 2), ("spawn", 1)])
 def test_workers_of_a_data_loader_live_through_saves(
-    method: str, processes: Processes, tmp_path: Path
+    method: str, epochs: int, processes: Processes, tmp_path: Path
 ) -> None:
     text = """
 import sys
@@ -231,7 +242,7 @@ class Numbers(torch.utils.data.Dataset):
         return torch.full((1000,), float(at))
 
 if __name__ == "__main__":
-    root, method = sys.argv[1:]
+    root, method, epochs = sys.argv[1:]
     model = torch.nn.Linear(1000, 300)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     loader = torch.utils.data.DataLoader(
@@ -239,7 +250,9 @@ if __name__ == "__main__":
     )
     seen, step = 0, 0
     with unickpt.Checkpointer(root, keep_last=2, optimizers=[optimizer]) as checkpointer:
-        for epoch in range(2):  # the second starts its workers while saves are in flight
+        for epoch in range(int(epochs)):  # each starts its workers while a save is in flight
+            state = {"model": model, "optimizer": optimizer, "seen": seen}
+            checkpointer.save(step := step + 1, state)
             for batch in loader:
                 model(batch / 60).square().mean().backward()
                 optimizer.step()
@@ -248,9 +261,13 @@ if __name__ == "__main__":
                 checkpointer.save(step, {"model": model, "optimizer": optimizer, "seen": seen})
     print(seen, checkpointer.steps())
 """
-    code, out, err = end(processes.start(text, tmp_path, method))
+    # Its workers, not the program, begin and end as they do.
+    program = processes.forked(text, tmp_path, method, epochs, of=("torch",))
+    code, out, err = end(program)
+    last, seen = epochs * 13, epochs * 60
     assert code == 0, err
-    assert out == "120 [23, 24]\n"
-    assert unickpt.load(tmp_path / "step_24")["seen"] == 120
-    assert unickpt.verify(tmp_path / "step_24").ok
-    assert sorted(os.listdir(tmp_path)) == [".unickpt.lock", "step_23", "step_24"]
+    assert out == f"{seen} [{last - 1}, {last}]\n"
+    assert unickpt.load(tmp_path / f"step_{last}")["seen"] == seen
+    assert unickpt.verify(tmp_path / f"step_{last}").ok
+    names = [".unickpt.lock", f"step_{last - 1}", f"step_{last}"]
+    assert sorted(os.listdir(tmp_path)) == names
