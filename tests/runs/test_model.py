@@ -28,6 +28,7 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
+from support.forked import PRELOADED
 from support.forks import Forks
 from support.run_model import (
     ARRAYS,
@@ -627,7 +628,7 @@ def _full(*_: Any, **__: Any) -> None:
 
 @pytest.fixture(scope="module")
 def jobs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forks]:
-    running = Forks(tmp_path_factory.mktemp("jobs"), "torch", "jax", "unickpt.adapters.torch")
+    running = Forks(tmp_path_factory.mktemp("jobs"), *PRELOADED["jax"], *PRELOADED["torch"])
     yield running
     running.close()
 

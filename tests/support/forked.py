@@ -127,6 +127,9 @@ class Server:
 
     def __init__(self, modules: Sequence[str]) -> None:
         run = os.environ.get("UNICKPT_TESTS", str(os.getpid()))
+        parent = (
+            server(*part) if (part := _part_of(modules)) else None
+        )  # before the lock: it takes it
         self._name = "\0" + hashlib.sha256(repr((run, modules)).encode()).hexdigest()
         self._lock = threading.Lock()
         self._orders = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -136,20 +139,25 @@ class Server:
             try:
                 self._orders.connect(self._name)
             except ConnectionRefusedError:
-                self._begin(modules, lock.name)
+                self._begin(parent, modules, lock.name)
                 self._orders.connect(self._name)
         atexit.register(self.close, os.getpid())
 
-    def _begin(self, modules: Sequence[str], lock: str) -> None:
+    def _begin(self, parent: Server | None, modules: Sequence[str], lock: str) -> None:
         path = os.pathsep.join(filter(None, sys.path))
+        env = {**os.environ, "PYTHONPATH": path}
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as theirs:
             theirs.bind(self._name)
             theirs.listen(64)
+            if parent is not None:
+                order = {"lock": lock, "modules": modules, "env": env, "folder": os.getcwd()}
+                parent.start(order, [2, 2], theirs.fileno()).forget()
+                return
             process = subprocess.Popen(
                 [sys.executable, "-W", "ignore", __file__, lock, *modules],
                 stdin=theirs,
                 stdout=2,  # that of a worker is how it talks to pytest
-                env={**os.environ, "PYTHONPATH": path},
+                env=env,
             )
         _begun.append(process)  # it may outlive this one, which does not wait for it
 
@@ -174,7 +182,7 @@ class Server:
 
         Arguments:
             order: `env` and `folder`, and either `argv`, of a script or from "-c" on, or a `source`
-                and its `ARGS`.
+                and its `ARGS`, or the `modules` and the `lock` of another server.
             outputs: the files that are its standard output and standard error.
             stdin: the file that is its standard input; None: it is empty.
         """
@@ -209,11 +217,24 @@ class Started:
                 self._end.close()
         return self.returncode
 
+    def forget(self) -> None:
+        """Does not wait for its end."""
+        self._end.close()
+
     def send_signal(self, number: int) -> None:
         if self.ended(0) is None:
             # One that has just ended is gone before the server has told its exit code.
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, number)
+
+
+def _part_of(modules: Sequence[str]) -> tuple[str, ...]:
+    """What the server has imported of which one with these modules is forked; else empty."""
+    for frameworks in (("torch",), ("jax",), ()):
+        part = tuple(module for each in ("", *frameworks) for module in PRELOADED[each])
+        if {*part} < {*modules}:
+            return part
+    return ()
 
 
 _servers: dict[tuple[str, ...], Server] = {}
@@ -326,7 +347,7 @@ def _serve(lock: str, modules: Sequence[str]) -> None:
     os.set_blocking(wake, False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(wake)
-    running: dict[int, tuple[socket.socket, socket.socket]] = {}
+    running: dict[int, tuple[socket.socket | None, socket.socket]] = {}
     users: list[socket.socket] = []
     selector = selectors.DefaultSelector()
     selector.register(listener, selectors.EVENT_READ)
@@ -358,14 +379,16 @@ def _end_if_unused(listener: socket.socket, lock: str) -> None:
             os._exit(0)
 
 
-def _leave(user: socket.socket, running: dict[int, tuple[socket.socket, socket.socket]]) -> None:
-    """Kills what a tests' process that is gone had started."""
+def _leave(
+    user: socket.socket, running: dict[int, tuple[socket.socket | None, socket.socket]]
+) -> None:
+    """Kills what a tests' process that is gone had started, but for servers, which others use."""
     for pid, (starter, _) in running.items():
         if starter is user:
             os.kill(pid, signal.SIGKILL)
 
 
-def _reap(running: dict[int, tuple[socket.socket, socket.socket]]) -> None:
+def _reap(running: dict[int, tuple[socket.socket | None, socket.socket]]) -> None:
     """Tells how processes ended, and what they computed."""
     while running:
         pid, status, used = os.wait4(-1, os.WNOHANG)
@@ -378,7 +401,7 @@ def _reap(running: dict[int, tuple[socket.socket, socket.socket]]) -> None:
 
 def _take(
     user: socket.socket,
-    running: dict[int, tuple[socket.socket, socket.socket]],
+    running: dict[int, tuple[socket.socket | None, socket.socket]],
     own: Sequence[int],
     sockets: Sequence[socket.socket],
 ) -> bool:
@@ -386,7 +409,7 @@ def _take(
     data, files, _, _ = socket.recv_fds(user, ORDER_BYTES, 4)
     if not data:
         return False
-    told = socket.socket(fileno=files[0])
+    told, order = socket.socket(fileno=files[0]), json.loads(data)
     pid = os.fork()
     if pid == 0:
         signal.set_wakeup_fd(-1)
@@ -396,8 +419,8 @@ def _take(
             each.close()
         for fd in own:
             os.close(fd)
-        _become(json.loads(data), files[1:])
-    running[pid] = user, told
+        _become(order, files[1:])
+    running[pid] = None if "modules" in order else user, told
     for fd in files[1:]:
         os.close(fd)
     told.send(str(pid).encode())
@@ -419,6 +442,9 @@ def _become(order: Mapping[str, Any], files: Sequence[int]) -> None:
     code = 1
     try:
         _prepare(order)
+        if "modules" in order:
+            sys.path[:] = order["env"]["PYTHONPATH"].split(os.pathsep)
+            _serve(order["lock"], order["modules"])
         if "source" in order:
             exec(compile(order["source"], "<job>", "exec"), {"ARGS": order["ARGS"]})
         else:

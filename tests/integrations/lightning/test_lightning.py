@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support import TESTS, s3_server
+from support.forked import PRELOADED
 from support.forks import Forks
 from support.processes import Processes, free_port
 
@@ -30,7 +31,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forks]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(TESTS), prepend=":")
         patch.setenv("OMP_NUM_THREADS", "1")
-        forks = Forks(tmp_path_factory.mktemp("out"), "support.lightning_jobs")
+        forks = Forks(tmp_path_factory.mktemp("out"), *PRELOADED["torch"], "support.lightning_jobs")
     yield forks
     forks.close()
 
