@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tensorstore as ts
+from support.processes import Processes
 
 import unickpt
 from unickpt.errors import UnsupportedFormat
@@ -130,13 +131,17 @@ def test_damage_is_told_as_any_other(installed: Path, saved: Path, tmp_path: Pat
     assert "CheckpointCorrupt" in said
 
 
-@pytest.mark.integration  # it starts the command line in processes of their own
-def test_its_format_is_read_by_every_program(installed: Path, tmp_path: Path) -> None:
+def test_its_format_is_read_by_every_program(
+    installed: Path, tmp_path: Path, processes: Processes
+) -> None:
     (tmp_path / "arrays.json").write_text(json.dumps({"w": ["int16", [2, 3], 4]}))
     (tmp_path / "data.bin").write_bytes(b"----" + np.arange(6, dtype=np.int16).tobytes())
     program = "import sys, unickpt; print(unickpt.load(sys.argv[1])['w'].tolist())"
     assert run(installed, program, str(tmp_path)) == "[[0, 1, 2], [3, 4, 5]]\n"
-    said = run(installed, "from unickpt.cli.main import main; main()", "doctor")
+    program = "from unickpt.cli.main import main; main()"
+    env = {"PYTHONPATH": str(installed)}
+    doctor = processes.forked(program, "doctor", of=["jax", "torch"], env=env)  # imports both
+    (said,) = processes.finish([doctor])
     assert "acme-delta" in said
     assert "acme-checkpoints 1.0" in said
 

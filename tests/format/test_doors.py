@@ -14,6 +14,7 @@ from pathlib import Path
 
 import list_doors
 import pytest
+from support.processes import Processes
 
 from unickpt import _doors, doors
 from unickpt.errors import PluginError
@@ -50,6 +51,7 @@ POINTS = {
     "presets": {"acme": "acme_rules"},
     "refusals": {"acme": "acme_checkpoints"},
 }
+Doctor = Callable[[str], tuple[int, str]]
 Run = Callable[[str], "subprocess.CompletedProcess[str]"]
 
 
@@ -90,6 +92,24 @@ def run(tmp_path: Path, site: Path) -> Run:
         return subprocess.run(
             command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120
         )
+
+    return run
+
+
+@pytest.fixture
+def doctor(
+    tmp_path: Path, site: Path, processes: Processes, monkeypatch: pytest.MonkeyPatch
+) -> Doctor:
+    """Runs a program likewise, in a process that has imported torch and JAX; its exit code and
+    what it said."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(source: str) -> tuple[int, str]:
+        env = {"PYTHONPATH": str(site)}
+        strict = "import warnings; warnings.simplefilter('error')\n"
+        process = processes.forked(strict + source, of=["jax", "torch"], env=env)
+        out, err = process.communicate(timeout=120)
+        return process.returncode, out + err
 
     return run
 
@@ -187,23 +207,23 @@ def test_packages_are_looked_up_only_for_what_ours_do_not_know(site: Path, run: 
 
 @pytest.mark.plugins
 @pytest.mark.integration  # doctor opens every door, torch's and JAX's too
-def test_ours_come_first_and_doctor_says_so(site: Path, run: Run) -> None:
+def test_ours_come_first_and_doctor_says_so(site: Path, doctor: Doctor) -> None:
     install(site, "acme", {"writers": {"npz": "acme_checkpoints:FORMAT"}})
-    done = run(
+    code, said = doctor(
         "import unickpt, numpy as np\n"
         "unickpt.save('run/1', {'w': np.arange(3)})\n"
         "unickpt.convert('run/1', 'c.npz', to='npz')\n"
         "from unickpt.cli.app import app\n"
         "app(['doctor'])\n"
     )
-    assert done.returncode == 2, done.stderr
-    assert "writers npz, acme 1.5 (acme_checkpoints:FORMAT): PluginError" in done.stdout
-    assert "comes before it" in done.stdout
+    assert code == 2
+    assert "writers npz, acme 1.5 (acme_checkpoints:FORMAT): PluginError" in said
+    assert "comes before it" in said
 
 
 @pytest.mark.plugins
 @pytest.mark.integration  # doctor opens every door, torch's and JAX's too
-def test_one_that_fails_is_named_where_it_is_needed(site: Path, run: Run, tmp_path: Path) -> None:
+def test_one_that_fails_is_named_where_it_is_needed(site: Path, run: Run, doctor: Doctor) -> None:
     install(site, "acme", POINTS)
     (site / "acme_checkpoints.py").write_text("import of_which_there_is_none\n")
     done = run(
@@ -221,12 +241,11 @@ def test_one_that_fails_is_named_where_it_is_needed(site: Path, run: Run, tmp_pa
     )
     assert lines[1].startswith("PluginError the scheme 'acme' of acme 1.5"), lines
     assert lines[2].startswith("CheckpointNotFound"), lines
-    (tmp_path / "run.py").write_text("from unickpt.cli.app import app\napp(['doctor', '.'])\n")
-    done = run("exec(open('run.py').read())")
-    assert done.returncode == 2
-    assert "formats acme, acme 1.5 (acme_checkpoints:FORMAT): PluginError" in done.stdout
-    assert "presets acme, acme 1.5 (acme_rules): works" in done.stdout
-    assert "hard links" in done.stdout
+    code, said = doctor("from unickpt.cli.app import app\napp(['doctor', '.'])\n")
+    assert code == 2
+    assert "formats acme, acme 1.5 (acme_checkpoints:FORMAT): PluginError" in said
+    assert "presets acme, acme 1.5 (acme_rules): works" in said
+    assert "hard links" in said
 
 
 @pytest.mark.parametrize("group", [group for group in doors.GROUPS if group != "names"])
