@@ -23,11 +23,8 @@ import contextlib
 import doctest
 import io
 import json
-import os
 import re
 import shlex
-import subprocess
-import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -157,15 +154,23 @@ def _forked(words: list[str], settings: dict[str, str], itself: bool) -> str:
                 assert option == "--nproc-per-node", words
                 started = processes.torch(int(count), Path(script).read_text(), *arguments, env=env)
             else:
-                is_script = program == "python"
-                source = Path(arguments.pop(0)).read_text() if is_script else TORCHRUN
-                imports = [name for name in ("jax", "torch") if name in source]
+                source, imports = TORCHRUN, ["torch"]
+                if program == "python" and arguments[0] == "-m":
+                    source, imports = MODULE, ["jax", "torch"]
+                elif program == "python":
+                    source = Path(arguments.pop(0)).read_text()
+                    imports = [name for name in ("jax", "torch") if name in source]
                 started = [processes.forked(source, *arguments, of=imports, env=env)]
             return "".join(processes.finish(started))
         finally:
             processes.close()
 
 
+MODULE = """
+import runpy, sys
+del sys.argv[:2]
+runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+"""
 TORCHRUN = "from torch.distributed.run import main; main()"
 
 
@@ -241,18 +246,10 @@ class Reader:
             result = CliRunner().invoke(app, words[1:])
             found_some = words[1] == "diff" and result.exit_code == 1
             failed, printed = 0 if found_some else result.exit_code, result.output
-        elif words[0] == "torchrun" or (words[0] == "python" and words[1].endswith(".py")):
-            failed, printed = 0, _forked(words, settings, itself=snippet.page == "README.md")
         else:
-            assert words[0] == "python", f"{snippet.page}:{snippet.line}: what is {words[0]!r}?"
-            done = subprocess.run(
-                [sys.executable, *words[1:]],
-                env={**os.environ, "PYTHONPATH": str(ROOT), **settings},
-                capture_output=True,
-                text=True,
-                timeout=120,
+            assert words[0] in ("python", "torchrun"), (
+                f"{snippet.page}:{snippet.line}: {words[0]!r}?"
             )
-            failed, printed = done.returncode, done.stdout
-            assert not failed or snippet.prints is not None, done.stdout + done.stderr
+            failed, printed = 0, _forked(words, settings, itself=snippet.page == "README.md")
         assert not failed or snippet.prints is not None, f"{line}: exit code {failed}\n{printed}"
         return printed
