@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from inspect import signature
 from pathlib import Path
@@ -12,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.processes import Processes
 
 import unickpt
 from unickpt import (
@@ -313,7 +311,9 @@ def test_a_container_as_a_pattern_is_answered_by_the_pattern(stored: Path) -> No
         unickpt.load(stored, only="b")
 
 
-def test_a_process_of_torchrun_without_a_group_says_so(tmp_path: Path) -> None:
+def test_a_process_of_torchrun_without_a_group_says_so(
+    processes: Processes, tmp_path: Path
+) -> None:
     program = f"""
 import warnings
 import torch, unickpt
@@ -325,12 +325,11 @@ warnings.simplefilter("default")
 for step in (1, 2):
     unickpt.save(r"{tmp_path}/" + str(step), {{"w": torch.ones(3)}})
 """
-    launched = {**os.environ, "RANK": "0", "WORLD_SIZE": "2"}
-    done = subprocess.run(
-        [sys.executable, "-c", program], env=launched, capture_output=True, text=True, timeout=60
-    )
-    assert done.returncode == 0
-    assert done.stderr.count("WORLD_SIZE is 2, but torch.distributed is not initialised") == 1
+    launched = {"RANK": "0", "WORLD_SIZE": "2"}
+    process = processes.forked(program, of=["torch"], env=launched)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 0, said
+    assert said.count("WORLD_SIZE is 2, but torch.distributed is not initialised") == 1
 
 
 def test_an_endpoint_without_a_scheme_is_no_damage(

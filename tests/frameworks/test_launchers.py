@@ -57,8 +57,9 @@ def launch(
     """What each process of a launcher heard: warnings, and errors."""
     index, count = launcher
     source = PROGRAM.format(imported=imported)
+    of = [name for name in ("jax",) if name in imported]
     started = [
-        processes.start(source, folder, k, COUNT, env={index: str(k), count: str(COUNT)})
+        processes.forked(source, folder, k, COUNT, of=of, env={index: str(k), count: str(COUNT)})
         for k in range(COUNT)
     ]
     return [tuple(json.loads(out)) for out in processes.finish(started)]
@@ -109,7 +110,7 @@ def test_one_process_is_warned_only_if_others_were_started_with_it(
     assert not {"RANK", "SLURM_PROCID"} & os.environ.keys()
     openmpi = dict(zip(LAUNCHERS["openmpi"], ("1", "2"), strict=True))
     started = [
-        processes.start(ONE, tmp_path / str(number), env=env)
+        processes.forked(ONE, tmp_path / str(number), env=env)
         for number, env in enumerate((openmpi, script, alone, {"WORLD_SIZE": "4"}))
     ]
     warned, *silent = processes.finish(started)

@@ -340,7 +340,7 @@ class Strategy(ShardedCheckpoints, ModelParallelStrategy): pass
 assert Strategy(1, 1).checkpoint_io is not None
 assert "lightning.fabric" not in sys.modules
 """
-    processes.finish([processes.start(source)])
+    processes.finish([processes.forked(source, of=["torch"])])
 
 
 @pytest.mark.trainers
