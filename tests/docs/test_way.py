@@ -69,10 +69,10 @@ dist.destroy_process_group()
 @pytest.mark.parametrize(
     ("what", "most", "calls"),
     [
-        ("save", 35, 608),
-        ("load", 23, 390),
-        ("rules", 40, 1070),
-        ("Checkpointer.save", 45, 805),
+        ("save", 35, 601),
+        ("load", 23, 387),
+        ("rules", 40, 1064),
+        ("Checkpointer.save", 45, 802),
     ],
 )
 def test_the_way_is_short(what: str, most: int, calls: int, processes: Processes) -> None:
