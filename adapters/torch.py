@@ -219,9 +219,9 @@ class _TensorMemory:
     """
 
     __slots__ = (
-        *("as_is", "dtype", "is_contiguous", "lazily", "offset", "on_host", "owner", "reach"),
-        *("shape", "tensor", "then", "where"),
-    )
+        "as_is", "dtype", "is_contiguous", "lazily", "offset", "on_host", "owner", "reach", "shape",
+        "tensor", "then", "where",
+    )  # fmt: skip
 
     def __init__(self, tensor: torch.Tensor) -> None:
         storage, dtype = tensor.untyped_storage(), tensor.dtype
@@ -235,9 +235,9 @@ class _TensorMemory:
         self.is_contiguous = tensor.is_contiguous()
         self.offset = int(tensor.storage_offset()) * dtype.itemsize
         self.reach = self._reach()
-        """How many bytes of its storage it needs."""
 
     def _reach(self) -> int:
+        """How many bytes of its storage it needs."""
         count: int = self.tensor.numel()
         if count and not self.is_contiguous:
             strides = zip(self.shape, self.tensor.stride(), strict=True)

@@ -127,9 +127,8 @@ class Server:
 
     def __init__(self, modules: Sequence[str]) -> None:
         run = os.environ.get("UNICKPT_TESTS", str(os.getpid()))
-        parent = (
-            server(*part) if (part := _part_of(modules)) else None
-        )  # before the lock: it takes it
+        part = _part_of(modules)
+        parent = server(*part) if part else None  # before the lock, which that takes, too
         self._name = "\0" + hashlib.sha256(repr((run, modules)).encode()).hexdigest()
         self._lock = threading.Lock()
         self._orders = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
